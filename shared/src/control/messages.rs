@@ -1,0 +1,417 @@
+//! Requests and events, one enum per kind of worker and direction.
+
+use crate::hexbytes::Hex;
+use crate::tokens::TokenIds;
+use serde::{Deserialize, Serialize};
+
+use super::hello::{CacheIdentity, Rates};
+use crate::wire::Abort;
+
+/// What a decode worker is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum DecodeRequest {
+    /// Announces a prompt. The worker looks up its prefix store, leases what it finds to the request and
+    /// answers [`DecodeEvent::Prepared`].
+    Prepare {
+        /// Name of the request in all later messages.
+        request_id: String,
+        /// The whole prompt.
+        tokens: TokenIds,
+    },
+    /// Opens a transfer for a prepared request; answered by [`DecodeEvent::Offer`].
+    OpenTransfer {
+        /// A prepared request.
+        request_id: String,
+        /// First position that will be sent; must be a block border at or below the resident prefix.
+        token_start: u32,
+        /// End (exclusive); at most prompt length − 1.
+        token_end: u32,
+        /// Longest time the transfer may go without a frame or be unopened.
+        idle_timeout_ms: u64,
+    },
+    /// The prefill side failed or was cancelled: the transfer is over now.
+    AbortTransfer {
+        /// The request whose transfer it is.
+        request_id: String,
+        /// What broke.
+        abort: Abort,
+    },
+    /// Answers a prepared request. Events: [`DecodeEvent::Progress`]*, [`DecodeEvent::Started`],
+    /// [`DecodeEvent::Token`]*, then [`DecodeEvent::Finished`] or [`DecodeEvent::Error`].
+    Generate(GenerateSpec),
+    /// Ends a request in any state and frees all it held. No answer; unknown requests are ignored.
+    Cancel {
+        /// The request.
+        request_id: String,
+    },
+    /// Asks for the K/V projection weights of every layer, to make this decoder's cache with.
+    /// Events: one binary message per layer (safetensors: `k_proj.weight`, `v_proj.weight`, optional
+    /// biases), then [`DecodeEvent::ProjectionsEnd`].
+    GetProjections,
+    /// Asks for occupancy; answered by [`DecodeEvent::Stats`].
+    GetStats,
+    /// Runs a prompt and writes its cache to a file, for `pd-bridge verify`. Only when the worker was
+    /// started with an inspection folder. Uses the request's transfer if one was opened, else computes
+    /// natively without the prefix store. Answered by [`DecodeEvent::Inspected`].
+    Inspect {
+        /// A prepared request.
+        request_id: String,
+        /// File name inside the inspection folder (safetensors; arrays `layers.{i}.k`, `layers.{i}.v`
+        /// `[n_kv_heads, T-1, head_dim]`, `logits` `[vocab]`, natively also `layers.{i}.attn_input` `[T-1, hidden]`).
+        file: String,
+    },
+}
+
+/// What a decode worker answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum DecodeEvent {
+    /// Answer to `prepare`.
+    Prepared {
+        /// Prompt positions that the prefix store already holds (whole blocks, at most T − 1).
+        resident_tokens: u32,
+        /// Requests ahead of this one.
+        queue: u32,
+        /// Current speeds.
+        rates: Rates,
+    },
+    /// Answer to `open_transfer`.
+    Offer(TransferOffer),
+    /// The prompt is being computed by the decoder.
+    Progress {
+        /// Prompt positions done.
+        done_tokens: u32,
+        /// Prompt positions in all.
+        total_tokens: u32,
+    },
+    /// The prompt is in; tokens follow. The receipt is what the verdict is written from.
+    Started(Box<DecodeReceipt>),
+    /// One or more new tokens.
+    Token {
+        /// Ids in order.
+        ids: Vec<u32>,
+    },
+    /// The answer is complete.
+    Finished {
+        /// Why it ended.
+        reason: FinishReason,
+        /// Tokens produced, a final stop token not counted.
+        completion_tokens: u32,
+        /// Time from first to last token.
+        decode_ms: f64,
+    },
+    /// All projections were sent.
+    ProjectionsEnd,
+    /// Answer to `get_stats`.
+    Stats(DecodeStats),
+    /// Answer to `inspect`.
+    Inspected(Box<DecodeReceipt>),
+    /// The request ended without success; nothing follows.
+    Error(WorkerError),
+}
+
+/// What a prefill worker is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum PrefillRequest {
+    /// Introduces a decoder. The worker checks that it can make this decoder's cache, fetches
+    /// projections where they differ from its own, and answers [`PrefillEvent::Paired`] or an error.
+    Pair(PairSpec),
+    /// Reads a prompt and sends its cache. Events: [`PrefillEvent::Progress`]*, then
+    /// [`PrefillEvent::Done`] or [`PrefillEvent::Error`].
+    Prefill(PrefillSpec),
+    /// Ends a request. No answer; unknown requests are ignored.
+    Cancel {
+        /// The request.
+        request_id: String,
+    },
+    /// Asks for occupancy; answered by [`PrefillEvent::Stats`].
+    GetStats,
+    /// Turns attention inputs in a file into cache arrays in another, for `pd-bridge verify`. Only when
+    /// the worker was started with an inspection folder. Answered by [`PrefillEvent::Reconstructed`].
+    Reconstruct {
+        /// The decoder (already paired) whose cache to make.
+        fingerprint: Hex<32>,
+        /// Safetensors file in the inspection folder with `layers.{i}.attn_input` `[tokens, hidden]` f32.
+        input_file: String,
+        /// File to write: `layers.{i}.k`, `layers.{i}.v` `[n_kv_heads, tokens, head_dim]` in the layout's dtype.
+        output_file: String,
+    },
+}
+
+/// What a prefill worker answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum PrefillEvent {
+    /// Answer to `pair`.
+    Paired {
+        /// Layers whose projections differ from the worker's own and are computed extra.
+        foreign_layers: u32,
+    },
+    /// The prompt is being read.
+    Progress {
+        /// Positions done.
+        done_tokens: u32,
+        /// Positions in all.
+        total_tokens: u32,
+    },
+    /// The receiver confirmed the commit.
+    Done(PrefillReport),
+    /// Answer to `get_stats`.
+    Stats(PrefillStats),
+    /// Answer to `reconstruct`.
+    Reconstructed,
+    /// The request ended without success.
+    Error(WorkerError),
+}
+
+/// A decoder introduced to a prefill worker.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PairSpec {
+    /// Whose cache is to be made.
+    pub cache: CacheIdentity,
+    /// Vocabulary and tokenizer it uses.
+    pub tokenizer_digest: Hex<32>,
+    /// Control address of the decoder, `host:port`, to fetch projections from.
+    pub control_addr: String,
+}
+
+/// Where and what to send.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TransferOffer {
+    /// Name of the transfer on the bulk port.
+    pub transfer_id: Hex<16>,
+    /// One-use secret.
+    pub ticket: Hex<16>,
+    /// Where to connect, `host:port`.
+    pub bulk_addr: String,
+    /// First position to send.
+    pub token_start: u32,
+    /// End (exclusive) of the positions to send.
+    pub token_end: u32,
+}
+
+/// A prompt to read and whose cache to send.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PrefillSpec {
+    /// Name of the request.
+    pub request_id: String,
+    /// The whole prompt; positions below `offer.token_start` are context only.
+    pub tokens: TokenIds,
+    /// The paired decoder.
+    pub fingerprint: Hex<32>,
+    /// Where and what to send.
+    pub offer: TransferOffer,
+    /// The worker gives up after this time.
+    pub deadline_ms: u64,
+}
+
+/// How a prefill went.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PrefillReport {
+    /// Positions computed now.
+    pub computed_tokens: u32,
+    /// Positions taken from the worker's own prefix cache.
+    pub reused_tokens: u32,
+    /// Time in the worker's queue.
+    pub queue_ms: f64,
+    /// Time from start of the first chunk to the end of the last layer.
+    pub prefill_ms: f64,
+    /// Time from the end of the last layer to the receiver's receipt: what streaming did not hide.
+    pub transfer_ms: f64,
+    /// Payload bytes sent.
+    pub payload_bytes: u64,
+    /// End (exclusive) of the positions committed.
+    pub token_end: u32,
+    /// Transfer digest.
+    pub digest: Hex<32>,
+    /// Speed seen, for the planner.
+    pub rates: Rates,
+}
+
+/// A prefill worker's occupancy.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct PrefillStats {
+    /// Requests running or queued.
+    pub requests: u32,
+    /// Bytes in the worker's prefix cache.
+    pub prefix_cache_bytes: u64,
+    /// Blocks in it that a running request holds.
+    pub prefix_cache_pinned_blocks: u64,
+    /// Largest number of payload bytes that were ever waiting to be sent.
+    pub send_buffer_peak_bytes: u64,
+    /// Resident memory of the process.
+    pub resident_memory_bytes: u64,
+}
+
+/// An answer to be generated.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GenerateSpec {
+    /// A prepared request.
+    pub request_id: String,
+    /// Most tokens to produce.
+    pub max_new_tokens: u32,
+    /// How to choose tokens.
+    pub sampling: Sampling,
+    /// Tokens that end the answer and are not part of it.
+    pub stop_token_ids: Vec<u32>,
+    /// What the client demands of the bridge.
+    pub require: Require,
+    /// Longest wait for the request's transfer before falling back.
+    pub transfer_timeout_ms: u64,
+}
+
+/// Sampling parameters; `temperature` 0 is greedy.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// Logits are divided by this; 0 takes the most likely token.
+    pub temperature: f32,
+    /// Smallest set of tokens whose probabilities reach this; 1 keeps all.
+    pub top_p: f32,
+    /// Only the k most likely tokens; 0 keeps all.
+    pub top_k: u32,
+    /// Seed; the same seed and prompt give the same answer.
+    pub seed: u64,
+}
+
+/// What a client demands of the bridge (`X-PD-Bridge-Require`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Require {
+    /// Falling back to the decoder alone is fine.
+    #[default]
+    Nothing,
+    /// Something must come from the bridge, or have been there already.
+    Any,
+    /// Everything up to the last prompt token must.
+    Complete,
+}
+
+/// What the decoder did with a prompt: the only source of the verdict's numbers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DecodeReceipt {
+    /// Prompt length T.
+    pub prompt_tokens: u32,
+    /// Positions served from cache, of any origin.
+    pub cached_tokens: u32,
+    /// Positions of those that came from this request's transfer.
+    pub bridged_tokens: u32,
+    /// Positions computed here; at least the last one.
+    pub native_tokens: u32,
+    /// Blocks of the prefix store that served this request.
+    pub blocks: u32,
+    /// Payload bytes received in this request's transfer.
+    pub payload_bytes: u64,
+    /// Digest of the transfer as computed by the receiver, if it committed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<Hex<32>>,
+    /// Why the transfer gave nothing, or less than asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfer_failure: Option<Abort>,
+    /// Waiting for the engine.
+    pub queue_ms: f64,
+    /// Waiting for the transfer.
+    pub wait_ms: f64,
+    /// Turning received blocks into the engine's arrays.
+    pub ingest_ms: f64,
+    /// Computing the prompt positions that were not cached.
+    pub prefill_ms: f64,
+}
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// A stop token.
+    Stop,
+    /// The token budget or the context is used up.
+    Length,
+}
+
+/// A decode worker's occupancy.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct DecodeStats {
+    /// Requests in any state.
+    pub requests: u32,
+    /// Open transfers.
+    pub transfers: u32,
+    /// Bytes in the prefix store.
+    pub store_bytes: u64,
+    /// Byte budget of the prefix store.
+    pub store_budget_bytes: u64,
+    /// Blocks in the prefix store.
+    pub store_blocks: u64,
+    /// References that requests hold on blocks.
+    pub store_references: u64,
+    /// Bytes reserved by transfers that have not committed.
+    pub reserved_bytes: u64,
+    /// Bytes of running requests' caches inside the engine.
+    pub sequence_bytes: u64,
+    /// Resident memory of the process.
+    pub resident_memory_bytes: u64,
+}
+
+/// An error from a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct WorkerError {
+    /// Machine-readable cause.
+    pub code: WorkerErrorCode,
+    /// For people.
+    pub message: String,
+}
+
+/// Causes of a worker error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum WorkerErrorCode {
+    /// The message makes no sense here (unknown request, bad range, token outside the vocabulary).
+    InvalidRequest,
+    /// Prompt plus answer exceed what the worker can hold.
+    TooLong,
+    /// More work than the worker accepts.
+    Busy,
+    /// The client required a bridge and the transfer gave none.
+    BridgeRequired,
+    /// This decoder's cache cannot be made by this worker.
+    Incompatible,
+    /// The transfer failed; the cause is in the message.
+    TransferFailed,
+    /// The deadline passed.
+    Timeout,
+    /// The request was cancelled.
+    Cancelled,
+    /// The engine failed.
+    Engine,
+}
+
+impl WorkerError {
+    /// An error with a message for people.
+    pub fn new(code: WorkerErrorCode, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+}
+
+impl WorkerErrorCode {
+    /// The snake_case name, as in JSON.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::InvalidRequest => "invalid_request",
+            Self::TooLong => "too_long",
+            Self::Busy => "busy",
+            Self::BridgeRequired => "bridge_required",
+            Self::Incompatible => "incompatible",
+            Self::TransferFailed => "transfer_failed",
+            Self::Timeout => "timeout",
+            Self::Cancelled => "cancelled",
+            Self::Engine => "engine",
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! What two or more parts of pd-bridge need.
+//!
+//! - [`layout`], [`keys`]: what a decoder's cache is, and how its blocks are named
+//! - [`wire`], [`transport`]: cache frames and how they move
+//! - [`control`]: messages between gateway and workers
+//! - [`spec`], [`weights`], [`tokenizer`], [`template`], [`model`]: models on disk
+//! - [`verdict`]: what is said to the client
+//! - [`settings`]: reading configuration the same way everywhere
+
+pub mod control;
+pub mod hexbytes;
+pub mod keys;
+pub mod layout;
+pub mod model;
+pub mod settings;
+pub mod spec;
+pub mod template;
+pub mod tokenizer;
+pub mod tokens;
+pub mod transport;
+pub mod verdict;
+pub mod weights;
+pub mod wire;

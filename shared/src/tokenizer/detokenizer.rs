@@ -1,0 +1,161 @@
+//! Token ids to text, one at a time.
+
+use super::{Tokenizer, TokenizerError};
+
+/// Incremental decoder of one stream of ids.
+///
+/// Every piece is whole UTF-8, and all pieces together with [`Detokenizer::finish`] equal the decoding of all ids at
+/// once.
+#[derive(Debug)]
+pub struct Detokenizer {
+    tokenizer: Tokenizer,
+    skip_special: bool,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Byte-level vocabularies: bytes of a character that is not complete yet.
+    Bytes(Vec<u8>),
+    /// Any other decoder: a window of ids whose first `context` ones have been emitted as `emitted` and stay as
+    /// context, because such decoders may treat the first token of a text differently.
+    Window { ids: Vec<u32>, context: usize, emitted: String },
+}
+
+impl Detokenizer {
+    pub(super) fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
+        let state = if tokenizer.is_byte_level() {
+            State::Bytes(Vec::new())
+        } else {
+            State::Window { ids: Vec::new(), context: 0, emitted: String::new() }
+        };
+        Self { tokenizer, skip_special, state }
+    }
+
+    /// Add one id and take the text that has become certain; empty while a character is incomplete.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Invalid`] when the library's decoder fails.
+    pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
+        match &mut self.state {
+            State::Bytes(pending) => {
+                if let Some(token) = self.tokenizer.id_to_token(id)
+                    && !(self.skip_special && self.tokenizer.is_special(id))
+                {
+                    append_token_bytes(pending, &token);
+                }
+                Ok(take_certain(pending))
+            }
+            State::Window { ids, context, emitted } => {
+                ids.push(id);
+                let text = self.tokenizer.decode_tokens(ids, self.skip_special)?;
+                if text.ends_with('\u{FFFD}') || !text.starts_with(emitted.as_str()) {
+                    return Ok(String::new());
+                }
+                let piece = text[emitted.len()..].to_owned();
+                if !piece.is_empty() {
+                    ids.drain(..*context);
+                    *context = ids.len();
+                    *emitted = self.tokenizer.decode_tokens(ids, self.skip_special)?;
+                }
+                Ok(piece)
+            }
+        }
+    }
+
+    /// The rest of the text: U+FFFD for a character that never became complete, otherwise empty.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Invalid`] when the library's decoder fails.
+    pub fn finish(self) -> Result<String, TokenizerError> {
+        match self.state {
+            State::Bytes(pending) => Ok(String::from_utf8_lossy(&pending).into_owned()),
+            State::Window { ids, emitted, .. } => {
+                let text = self.tokenizer.decode_tokens(&ids, self.skip_special)?;
+                Ok(text.strip_prefix(emitted.as_str()).unwrap_or_default().to_owned())
+            }
+        }
+    }
+}
+
+/// Bytes of a byte-level token; a token outside the byte alphabet (an added token) stands for its own spelling.
+fn append_token_bytes(out: &mut Vec<u8>, token: &str) {
+    let start = out.len();
+    for c in token.chars() {
+        match byte_of(c) {
+            Some(byte) => out.push(byte),
+            None => {
+                out.truncate(start);
+                out.extend_from_slice(token.as_bytes());
+                return;
+            }
+        }
+    }
+}
+
+/// Inverse of GPT-2's byte alphabet, which spells printable Latin-1 as itself and moves the other 68 bytes to U+0100 on.
+fn byte_of(c: char) -> Option<u8> {
+    let code = u32::from(c);
+    match code {
+        0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => u8::try_from(code).ok(),
+        0x100..=0x120 => u8::try_from(code - 0x100).ok(),
+        0x121..=0x142 => u8::try_from(code - 0x121 + 0x7F).ok(),
+        0x143 => Some(0xAD),
+        _ => None,
+    }
+}
+
+/// Take all text that later bytes cannot change, broken sequences as U+FFFD; an incomplete character stays.
+fn take_certain(pending: &mut Vec<u8>) -> String {
+    let mut out = String::new();
+    let mut used = 0;
+    for chunk in pending.utf8_chunks() {
+        out.push_str(chunk.valid());
+        used += chunk.valid().len();
+        let broken = chunk.invalid();
+        if broken.is_empty() {
+            continue;
+        }
+        let at_the_end = used + broken.len() == pending.len();
+        if at_the_end && is_incomplete(broken) {
+            break;
+        }
+        out.push('\u{FFFD}');
+        used += broken.len();
+    }
+    pending.drain(..used);
+    out
+}
+
+/// True when more bytes could make this a character.
+fn is_incomplete(bytes: &[u8]) -> bool {
+    std::str::from_utf8(bytes).is_err_and(|e| e.valid_up_to() == 0 && e.error_len().is_none())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_has_one_character() {
+        let mut seen: Vec<u8> = (0..0x144u32).filter_map(char::from_u32).filter_map(byte_of).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..=255).collect::<Vec<u8>>());
+        assert_eq!(byte_of('\u{120}'), Some(b' '));
+        assert_eq!(byte_of('\u{10A}'), Some(b'\n'));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn pieces_equal_the_lossy_whole(bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..64), cut in 1usize..5) {
+            let mut pending = Vec::new();
+            let mut out = String::new();
+            for piece in bytes.chunks(cut) {
+                pending.extend_from_slice(piece);
+                out.push_str(&take_certain(&mut pending));
+            }
+            out.push_str(&String::from_utf8_lossy(&pending));
+            proptest::prop_assert_eq!(out, String::from_utf8_lossy(&bytes).into_owned());
+        }
+    }
+}
