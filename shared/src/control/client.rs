@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio_tungstenite::tungstenite::Message;
@@ -31,8 +31,11 @@ pub struct ControlClient<Req, Ev> {
     _request: std::marker::PhantomData<fn(Req)>,
 }
 
+/// Where the messages of each request go, with the time they were read.
+type Waiting<Ev> = HashMap<u64, mpsc::Sender<(Instant, Incoming<Ev>)>>;
+
 struct Shared<Ev> {
-    waiting: Mutex<HashMap<u64, mpsc::Sender<Incoming<Ev>>>>,
+    waiting: Mutex<Waiting<Ev>>,
     next_id: AtomicU64,
     closed: CancellationToken,
 }
@@ -116,7 +119,7 @@ where
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
         let (tx, rx) = mpsc::channel(EVENT_BACKLOG);
         self.shared.lock().insert(id, tx);
-        let stream = EventStream { id, rx, shared: self.shared.clone() };
+        let stream = EventStream { id, rx, shared: self.shared.clone(), arrived: Instant::now() };
         // Registering first and checking second closes the gap in which the driver ends unseen.
         if self.shared.closed.is_cancelled() {
             return Err(ControlError::Closed);
@@ -168,14 +171,23 @@ where
 /// Events of one request, in order. Dropping it stops listening; it does not cancel the request.
 pub struct EventStream<Ev> {
     id: u64,
-    rx: mpsc::Receiver<Incoming<Ev>>,
+    rx: mpsc::Receiver<(Instant, Incoming<Ev>)>,
     shared: Arc<Shared<Ev>>,
+    arrived: Instant,
 }
 
 impl<Ev> EventStream<Ev> {
     /// The next message; `None` when the connection closed.
     pub async fn next(&mut self) -> Option<Incoming<Ev>> {
-        self.rx.recv().await
+        let (arrived, message) = self.rx.recv().await?;
+        self.arrived = arrived;
+        Some(message)
+    }
+
+    /// When the last message that [`Self::next`] returned was read from the socket.
+    #[must_use]
+    pub fn arrived(&self) -> Instant {
+        self.arrived
     }
 }
 
@@ -186,14 +198,14 @@ impl<Ev> Drop for EventStream<Ev> {
 }
 
 impl<Ev> Shared<Ev> {
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<u64, mpsc::Sender<Incoming<Ev>>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Waiting<Ev>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn deliver(&self, id: u64, message: Incoming<Ev>) {
         let mut waiting = self.lock();
         if let Some(tx) = waiting.get(&id)
-            && tx.try_send(message).is_err()
+            && tx.try_send((Instant::now(), message)).is_err()
         {
             waiting.remove(&id);
         }

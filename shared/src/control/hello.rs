@@ -67,6 +67,11 @@ pub struct KvRecipe {
     pub rope: RopeRecipe,
     /// Per layer: digest of the effective f32 K and V projections ([`crate::weights::kv_projection_digest`]).
     pub projection_digests: Vec<Hex<32>>,
+    /// How the decoder's matrix product adds up the terms of one output element: lengths of runs over the inner
+    /// dimension, each summed by fused multiply-adds in order from zero, the runs then added up in order. Empty
+    /// when that is not known; a worker that can't follow it is off by rounding only.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub summation_runs: Vec<u32>,
 }
 
 /// Rotary embedding, half-split order: `out1 = x1·cos − x2·sin`, `out2 = x2·cos + x1·sin` with
