@@ -1,0 +1,92 @@
+//! The command line: what `pd-bridge` can do, and its exit codes.
+
+use crate::serve::{ServeError, serve_forever};
+use crate::settings::GatewayArgs;
+use crate::up::{self, ChildError, UpArgs};
+use crate::verify::{self, VerifyArgs};
+use clap::{Parser, Subcommand};
+use shared::settings::{EXIT_BAD_SETTING, init_logging};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// One OpenAI endpoint over a prefill worker and a decode worker.
+#[derive(Debug, Parser)]
+#[command(name = "pd-bridge", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Start everything on this machine: both workers and the gateway
+    Up(Box<UpArgs>),
+    /// Start the gateway alone, for workers that run elsewhere
+    Gateway(Box<GatewayCommand>),
+    /// Compare the prefill worker's caches with the decoder's own
+    Verify(VerifyArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct GatewayCommand {
+    /// TOML file; this program reads its `[gateway]` section
+    #[arg(long, env = "PD_BRIDGE_CONFIG")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    gateway: GatewayArgs,
+}
+
+/// Parses, runs, and turns the result into an exit code: 64 for a bad setting, 1 for any other failure.
+pub(crate) fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let code = if error.use_stderr() { ExitCode::from(EXIT_BAD_SETTING) } else { ExitCode::SUCCESS };
+            // A closed stdout or stderr leaves nothing to be done.
+            let _ = error.print();
+            return code;
+        }
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&ServeError::Runtime(error)),
+    };
+    let result = runtime.block_on(async {
+        match cli.command {
+            Command::Up(args) => up::run(*args).await.map(|()| ExitCode::SUCCESS),
+            Command::Gateway(command) => gateway(*command).await.map(|()| ExitCode::SUCCESS),
+            Command::Verify(args) => {
+                init_logging(false);
+                verify::run(args).await.map_err(|e| ServeError::Verify(Box::new(e)))
+            }
+        }
+    });
+    // Blocking reads of stdin or a running tokenizer must not keep the process.
+    runtime.shutdown_background();
+    result.unwrap_or_else(|error| fail(&error))
+}
+
+async fn gateway(command: GatewayCommand) -> Result<(), ServeError> {
+    let args = command.gateway.with_file(command.config.as_deref())?;
+    init_logging(args.log_json.unwrap_or(false));
+    serve_forever(args.resolve()?).await
+}
+
+#[allow(clippy::print_stderr, reason = "the last words of a command line program")]
+fn fail(error: &ServeError) -> ExitCode {
+    eprintln!("pd-bridge: {error}");
+    let bad_setting =
+        matches!(error, ServeError::Settings(_) | ServeError::Child(ChildError::BadSetting { .. }));
+    ExitCode::from(if bad_setting { EXIT_BAD_SETTING } else { 1 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,278 @@
+//! Every metric this process exports: name, unit, labels.
+//!
+//! | name | unit | labels |
+//! |---|---|---|
+//! | `pd_bridge_requests_total` | requests | `verdict`, `reason` (known codes, else `other`; empty where there is none) |
+//! | `pd_bridge_requests_in_flight` | requests | |
+//! | `pd_bridge_ttft_seconds` | seconds from arrival to first token | `verdict` |
+//! | `pd_bridge_inter_token_latency_seconds` | seconds between token messages | |
+//! | `pd_bridge_e2e_seconds` | seconds from arrival to the end of the answer | `verdict` |
+//! | `pd_bridge_stage_seconds` | seconds | `stage`: see [`Stage`] |
+//! | `pd_bridge_token_write_seconds` | seconds from a decoder's token message to the write of its SSE bytes | |
+//! | `pd_bridge_prompt_tokens_total` | tokens | |
+//! | `pd_bridge_cached_tokens_total` | tokens served from cache | |
+//! | `pd_bridge_bridged_tokens_total` | tokens that came through transfers | |
+//! | `pd_bridge_completion_tokens_total` | tokens | |
+//! | `pd_bridge_payload_bytes_total` | bytes of cache received in transfers | |
+//! | `pd_bridge_retries_total` | requests tried again after a lost worker | |
+//! | `pd_bridge_workers_connected` | workers | `role`: `prefill`, `decode` |
+//! | `pd_bridge_worker_pairs` | prefill/decode pairs that can bridge | |
+
+use prometheus::{
+    Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
+    Opts, Registry, TextEncoder,
+};
+use shared::verdict::Verdict;
+use std::time::Duration;
+
+/// All metrics of the gateway.
+pub(crate) struct Metrics {
+    registry: Registry,
+    requests: IntCounterVec,
+    pub(crate) in_flight: IntGauge,
+    ttft: HistogramVec,
+    pub(crate) inter_token: Histogram,
+    e2e: HistogramVec,
+    stage: HistogramVec,
+    pub(crate) token_write: Histogram,
+    prompt_tokens: IntCounter,
+    cached_tokens: IntCounter,
+    bridged_tokens: IntCounter,
+    pub(crate) completion_tokens: IntCounter,
+    payload_bytes: IntCounter,
+    pub(crate) retries: IntCounter,
+    workers: IntGaugeVec,
+    pairs: IntGauge,
+}
+
+/// A part of a request's life.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Stage {
+    /// Rendering the template and encoding the prompt.
+    Tokenize,
+    /// Waiting for the decoder's engine.
+    Queue,
+    /// Computing on the prefill worker.
+    Prefill,
+    /// Transfer time that prefill did not hide.
+    Transfer,
+    /// The decoder's wait for the transfer.
+    Wait,
+    /// Turning blocks into the engine's arrays.
+    Ingest,
+    /// Computing prompt positions on the decoder.
+    DecoderPrefill,
+    /// First to last token.
+    Decode,
+}
+
+impl Stage {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Tokenize => "tokenize",
+            Self::Queue => "queue",
+            Self::Prefill => "prefill",
+            Self::Transfer => "transfer",
+            Self::Wait => "wait",
+            Self::Ingest => "ingest",
+            Self::DecoderPrefill => "decoder_prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// Values of the `reason` label; anything else is counted as `other`, which bounds the label.
+const REASONS: &[&str] = &[
+    "",
+    // plans
+    "short_prompt",
+    "no_prefill_worker",
+    "predicted_slower",
+    "forced",
+    "evicted",
+    // transfers
+    "nothing_arrived",
+    "short_transfer",
+    "bad_ticket",
+    "fingerprint_mismatch",
+    "layout_mismatch",
+    "tokens_mismatch",
+    "checksum",
+    "incomplete",
+    "protocol_error",
+    "over_budget",
+    "connection_lost",
+    "timeout",
+    "cancelled",
+    "prefill_failed",
+    "prefill_busy",
+    "internal",
+    // errors
+    "invalid_request",
+    "context_length_exceeded",
+    "unauthorized",
+    "too_many_requests",
+    "shutting_down",
+    "no_decode_worker",
+    "decode_worker_lost",
+    "too_long",
+    "busy",
+    "bridge_required",
+    "incompatible",
+    "transfer_failed",
+    "engine",
+    "client_gone",
+];
+
+impl Metrics {
+    /// Creates and registers everything.
+    ///
+    /// # Errors
+    /// Only when two metrics share a name.
+    pub(crate) fn new() -> Result<Self, prometheus::Error> {
+        let registry = Registry::new();
+        let made = Made(&registry);
+        Ok(Self {
+            requests: made.counters("requests_total", "Answered requests.", &["verdict", "reason"])?,
+            in_flight: made.gauge("requests_in_flight", "Requests being answered.")?,
+            ttft: made.histograms("ttft_seconds", "Arrival to first token.", &["verdict"], SLOW)?,
+            inter_token: made.histogram(
+                "inter_token_latency_seconds",
+                "Time between token messages.",
+                FAST,
+            )?,
+            e2e: made.histograms("e2e_seconds", "Arrival to end of answer.", &["verdict"], SLOW)?,
+            stage: made.histograms("stage_seconds", "Parts of a request's life.", &["stage"], SLOW)?,
+            token_write: made.histogram(
+                "token_write_seconds",
+                "Arrival of a decoder's token message to the write of its SSE bytes.",
+                FAST,
+            )?,
+            prompt_tokens: made.counter("prompt_tokens_total", "Prompt tokens.")?,
+            cached_tokens: made.counter("cached_tokens_total", "Prompt tokens served from cache.")?,
+            bridged_tokens: made
+                .counter("bridged_tokens_total", "Prompt tokens that came through transfers.")?,
+            completion_tokens: made.counter("completion_tokens_total", "Generated tokens.")?,
+            payload_bytes: made.counter("payload_bytes_total", "Cache bytes received in transfers.")?,
+            retries: made.counter("retries_total", "Requests tried again after a lost worker.")?,
+            workers: made.gauges("workers_connected", "Connected workers.", &["role"])?,
+            pairs: made.gauge("worker_pairs", "Prefill/decode pairs that can bridge.")?,
+            registry,
+        })
+    }
+
+    /// Counts the end of a request, with the verdict it ended with.
+    pub(crate) fn ended(&self, verdict: &Verdict, elapsed: Duration) {
+        let reason = verdict.reason.as_deref().unwrap_or("");
+        let reason = if REASONS.contains(&reason) { reason } else { "other" };
+        self.requests.with_label_values(&[verdict.verdict.as_str(), reason]).inc();
+        self.e2e.with_label_values(&[verdict.verdict.as_str()]).observe(elapsed.as_secs_f64());
+    }
+
+    /// Counts what a started answer's verdict says.
+    pub(crate) fn started(&self, verdict: &Verdict, ttft: Duration) {
+        self.ttft.with_label_values(&[verdict.verdict.as_str()]).observe(ttft.as_secs_f64());
+        self.prompt_tokens.inc_by(u64::from(verdict.prompt_tokens));
+        self.cached_tokens.inc_by(u64::from(verdict.cached_tokens));
+        self.bridged_tokens.inc_by(u64::from(verdict.bridged_tokens));
+        self.payload_bytes.inc_by(verdict.payload_bytes);
+    }
+
+    /// Records a stage's time in milliseconds.
+    pub(crate) fn stage_ms(&self, stage: Stage, ms: f64) {
+        self.stage.with_label_values(&[stage.as_str()]).observe(ms / 1000.0);
+    }
+
+    /// Sets the fleet's gauges.
+    pub(crate) fn fleet(&self, prefill: usize, decode: usize, pairs: usize) {
+        let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        self.workers.with_label_values(&["prefill"]).set(count(prefill));
+        self.workers.with_label_values(&["decode"]).set(count(decode));
+        self.pairs.set(count(pairs));
+    }
+
+    /// The Prometheus text format.
+    pub(crate) fn render(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        if let Err(error) = TextEncoder::new().encode(&self.registry.gather(), &mut out) {
+            tracing::error!(%error, "metrics");
+        }
+        out
+    }
+}
+
+/// 0.1 ms to 10 s.
+const FAST: &[f64] =
+    &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
+/// 1 ms to 10 min.
+const SLOW: &[f64] =
+    &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0, 600.0];
+
+/// Makes and registers metrics under one prefix.
+struct Made<'a>(&'a Registry);
+
+impl Made<'_> {
+    fn register<C: prometheus::core::Collector + Clone + 'static>(
+        &self,
+        made: C,
+    ) -> Result<C, prometheus::Error> {
+        self.0.register(Box::new(made.clone()))?;
+        Ok(made)
+    }
+
+    fn counter(&self, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+        self.register(IntCounter::with_opts(opts(name, help))?)
+    }
+
+    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, prometheus::Error> {
+        self.register(IntCounterVec::new(opts(name, help), labels)?)
+    }
+
+    fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+        self.register(IntGauge::with_opts(opts(name, help))?)
+    }
+
+    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec, prometheus::Error> {
+        self.register(IntGaugeVec::new(opts(name, help), labels)?)
+    }
+
+    fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Result<Histogram, prometheus::Error> {
+        self.register(Histogram::with_opts(HistogramOpts::from(opts(name, help)).buckets(buckets.to_vec()))?)
+    }
+
+    fn histograms(
+        &self,
+        name: &str,
+        help: &str,
+        labels: &[&str],
+        buckets: &[f64],
+    ) -> Result<HistogramVec, prometheus::Error> {
+        self.register(HistogramVec::new(
+            HistogramOpts::from(opts(name, help)).buckets(buckets.to_vec()),
+            labels,
+        )?)
+    }
+}
+
+fn opts(name: &str, help: &str) -> Opts {
+    Opts::new(format!("pd_bridge_{name}"), help)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shared::verdict::{Parties, VerdictKind};
+
+    #[test]
+    fn free_text_never_becomes_a_label() {
+        let metrics = Metrics::new().unwrap();
+        let verdict = |reason: &str| {
+            Verdict::without_receipt(VerdictKind::Failed, Some(reason.into()), Parties::default(), 1)
+        };
+        metrics.ended(&verdict("checksum"), Duration::from_millis(1));
+        metrics.ended(&verdict("disk on fire at 0x1234"), Duration::from_millis(1));
+        let text = String::from_utf8(metrics.render()).unwrap();
+        assert!(text.contains(r#"pd_bridge_requests_total{reason="checksum",verdict="failed"} 1"#), "{text}");
+        assert!(text.contains(r#"reason="other""#) && !text.contains("0x1234"));
+    }
+}

@@ -1,0 +1,310 @@
+//! One try at answering a request on one decoder.
+
+use super::bridge::{Bridge, abort_transfer};
+use super::follow::Running;
+use super::guard::DecodeGuard;
+use super::{Context, Event, Failure, FailureKind, Job};
+use crate::deadlines;
+use crate::fleet::{DecodeLink, Pairing, PrefillLink};
+use crate::planner::{Plan, PrefillOutlook, Situation, plan};
+use shared::control::{
+    ControlError, DecodeEvent, DecodeRequest, EventStream, GenerateSpec, PrefillReport, Require,
+    TransferOffer, WorkerError, WorkerErrorCode,
+};
+use shared::keys::BlockKey;
+use shared::verdict::{Parties, Planned, Verdict, VerdictKind};
+use shared::wire::AbortCode;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// One try.
+pub(super) struct Attempt<'a> {
+    pub(super) ctx: &'a Context,
+    pub(super) job: &'a Job,
+    pub(super) out: &'a mpsc::Sender<Event>,
+    /// Name towards the workers: a second try must not meet the remains of the first.
+    pub(super) worker_id: String,
+    pub(super) retry: bool,
+    pub(super) prompt_tokens: u32,
+    pub(super) parties: Parties,
+    pub(super) planned: Planned,
+    /// What the gateway itself knows of a broken transfer.
+    pub(super) broken: Option<AbortCode>,
+    pub(super) report: Option<PrefillReport>,
+    /// Keys of the prompt's full blocks on this decoder.
+    keys: Vec<BlockKey>,
+    /// Once the first token exists: what the client was told.
+    pub(super) told: Option<Verdict>,
+}
+
+/// How a try ended.
+pub(super) enum Outcome {
+    /// Answered to the end, or as far as a stop text.
+    Answered,
+    /// Failed for good.
+    Failed(Failure),
+    /// A worker was lost before anything was sent to the client.
+    Lost(Failure),
+}
+
+/// Why a try ended early.
+pub(super) enum Stop {
+    Failed(FailureKind),
+    Lost(FailureKind),
+}
+
+impl From<FailureKind> for Stop {
+    fn from(kind: FailureKind) -> Self {
+        Self::Failed(kind)
+    }
+}
+
+type Peer = (Arc<PrefillLink>, Arc<Pairing>);
+
+impl<'a> Attempt<'a> {
+    pub(super) fn new(ctx: &'a Context, job: &'a Job, out: &'a mpsc::Sender<Event>, number: u32) -> Self {
+        let worker_id =
+            if number == 0 { job.worker_id.clone() } else { format!("{}.{number}", job.worker_id) };
+        Self {
+            ctx,
+            job,
+            out,
+            worker_id,
+            retry: number > 0,
+            prompt_tokens: u32::try_from(job.tokens.len()).unwrap_or(u32::MAX),
+            parties: Parties { request_id: job.request_id.clone(), ..Parties::default() },
+            planned: Planned::Native { reason: String::new() },
+            broken: None,
+            report: None,
+            keys: Vec::new(),
+            told: None,
+        }
+    }
+
+    /// Runs to the end. `last` is what the metrics count the request as.
+    pub(super) async fn run(mut self, last: &mut Verdict) -> Outcome {
+        match self.answer(last).await {
+            Ok(()) => Outcome::Answered,
+            Err(Stop::Failed(kind)) => Outcome::Failed(self.failure(kind)),
+            Err(Stop::Lost(kind)) => Outcome::Lost(self.failure(kind)),
+        }
+    }
+
+    async fn answer(&mut self, last: &mut Verdict) -> Result<(), Stop> {
+        let decoder = self.ctx.fleet.decoder_within(self.ctx.reconnect_wait).await;
+        let decoder = decoder.ok_or(FailureKind::NoDecodeWorker)?;
+        self.parties.decode = Some(decoder.hello.node.clone());
+        let max_new_tokens = self.check_size(&decoder)?;
+        if self.retry && self.job.require != Require::Nothing {
+            // The worker that was lost may be the prefill worker, and the client can't do without.
+            self.ctx.fleet.prefill_within(&decoder, self.ctx.reconnect_wait).await;
+        }
+
+        let mut guard = DecodeGuard::new(&decoder, &self.worker_id, self.prompt_tokens);
+        let (resident_tokens, queue) = self.prepare(&decoder).await?;
+        self.keys = block_keys(&decoder, &self.job.tokens);
+        let peer = self.ctx.fleet.prefill_for(&decoder);
+        let route = self.plan(&decoder, peer.as_ref(), resident_tokens);
+        let mut bridge = None;
+        match route {
+            Plan::Refuse(reason) => return Err(FailureKind::Refused(reason.as_str().to_owned()).into()),
+            Plan::Native(reason) => self.planned = Planned::Native { reason: reason.as_str().to_owned() },
+            Plan::Warm => self.planned = Planned::Warm,
+            Plan::Bridge { start, end } => {
+                self.planned = Planned::Bridge;
+                if let Some(peer) = peer {
+                    bridge = self.open_bridge(&decoder, peer, start, end).await?;
+                }
+            }
+        }
+        let events = self.generate(&decoder, max_new_tokens, bridge.is_some()).await?;
+        let run = Running { decoder: &decoder, guard: &mut guard, events, bridge, queue };
+        Box::pin(self.follow(run, last)).await
+    }
+
+    /// Refuses what the decoder can't hold; returns the room for the answer.
+    fn check_size(&self, decoder: &DecodeLink) -> Result<u32, FailureKind> {
+        let (vocab, max_tokens) = (decoder.hello.vocab_size, decoder.hello.max_tokens);
+        if let Some(&id) = self.job.tokens.iter().find(|id| **id >= vocab) {
+            return Err(FailureKind::BadToken(id));
+        }
+        let room = max_tokens.saturating_sub(self.prompt_tokens);
+        if room == 0 {
+            return Err(FailureKind::TooLong { prompt_tokens: self.prompt_tokens, max_tokens });
+        }
+        Ok(self.job.max_new_tokens.map_or(room, |wanted| wanted.min(room)))
+    }
+
+    async fn prepare(&self, decoder: &DecodeLink) -> Result<(u32, u32), Stop> {
+        let request =
+            DecodeRequest::Prepare { request_id: self.worker_id.clone(), tokens: self.job.tokens.clone() };
+        match self.call(decoder, &request).await? {
+            DecodeEvent::Prepared { resident_tokens, queue, rates } => {
+                decoder.learn(rates);
+                Ok((resident_tokens, queue))
+            }
+            DecodeEvent::Error(error) => Err(FailureKind::Worker(error).into()),
+            other => Err(FailureKind::Protocol(format!("{other:?} as the answer to prepare")).into()),
+        }
+    }
+
+    fn plan(&self, decoder: &DecodeLink, peer: Option<&Peer>, resident_tokens: u32) -> Plan {
+        plan(&Situation {
+            prompt_tokens: self.prompt_tokens,
+            resident_tokens,
+            native_tokens_per_s: decoder.rates().prefill_tokens_per_s,
+            prefill: peer.map(|(link, pairing)| PrefillOutlook {
+                tokens_per_s: link.rates().prefill_tokens_per_s,
+                link_bytes_per_s: pairing.link_bytes_per_s(),
+                queued_tokens: link.load.tokens(),
+                reusable_tokens: reusable_tokens(decoder, link, &self.keys),
+            }),
+            bytes_per_token: decoder.hello.cache.as_ref().map_or(0, |c| c.layout.bytes_per_token()),
+            route: self.job.route,
+            require: self.job.require,
+            min_bridge_tokens: self.ctx.min_bridge_tokens,
+        })
+    }
+
+    /// Opens the transfer and starts the prefill. `None` when that failed and the decoder may go on alone.
+    async fn open_bridge(
+        &mut self,
+        decoder: &DecodeLink,
+        peer: Peer,
+        start: u32,
+        end: u32,
+    ) -> Result<Option<Bridge>, Stop> {
+        self.parties.prefill = Some(peer.0.hello.node.clone());
+        let offer = match self.open_transfer(decoder, &peer.0, start, end).await? {
+            Ok(offer) => offer,
+            Err(error) => {
+                let code = if error.code == WorkerErrorCode::TooLong {
+                    AbortCode::OverBudget
+                } else {
+                    AbortCode::Internal
+                };
+                self.broken = Some(code);
+                return self.go_on_alone(code.as_str()).map(|()| None);
+            }
+        };
+        self.parties.transport = Some("tcp".to_owned());
+        match Bridge::start(
+            peer,
+            decoder,
+            &self.worker_id,
+            &self.job.tokens,
+            std::mem::take(&mut self.keys),
+            offer,
+        )
+        .await
+        {
+            Ok(bridge) => Ok(Some(bridge)),
+            Err(abort) => {
+                self.broken = Some(abort.code);
+                abort_transfer(decoder, &self.worker_id, abort);
+                if self.job.require != Require::Nothing && !self.retry {
+                    return Err(Stop::Lost(FailureKind::Refused("connection_lost".to_owned())));
+                }
+                self.go_on_alone("connection_lost").map(|()| None)
+            }
+        }
+    }
+
+    fn go_on_alone(&self, reason: &str) -> Result<(), Stop> {
+        match self.job.require {
+            Require::Nothing => Ok(()),
+            Require::Any | Require::Complete => Err(FailureKind::Refused(reason.to_owned()).into()),
+        }
+    }
+
+    async fn open_transfer(
+        &self,
+        decoder: &DecodeLink,
+        prefill: &PrefillLink,
+        token_start: u32,
+        token_end: u32,
+    ) -> Result<Result<TransferOffer, WorkerError>, Stop> {
+        let idle = deadlines::transfer_idle(
+            self.prompt_tokens,
+            prefill.load.tokens(),
+            prefill.rates().prefill_tokens_per_s,
+        );
+        let request = DecodeRequest::OpenTransfer {
+            request_id: self.worker_id.clone(),
+            token_start,
+            token_end,
+            idle_timeout_ms: millis(idle),
+        };
+        match self.call(decoder, &request).await? {
+            DecodeEvent::Offer(offer) => Ok(Ok(offer)),
+            DecodeEvent::Error(error) => Ok(Err(error)),
+            other => Err(FailureKind::Protocol(format!("{other:?} as the answer to open_transfer")).into()),
+        }
+    }
+
+    async fn generate(
+        &self,
+        decoder: &DecodeLink,
+        max_new_tokens: u32,
+        bridging: bool,
+    ) -> Result<EventStream<DecodeEvent>, Stop> {
+        let prefill_rate = if bridging {
+            self.ctx.fleet.prefill_for(decoder).map(|(l, _)| (l.rates(), l.load.tokens()))
+        } else {
+            None
+        };
+        let (rate, queued) = prefill_rate.map_or((0.0, 0), |(r, queued)| (r.prefill_tokens_per_s, queued));
+        let spec = GenerateSpec {
+            request_id: self.worker_id.clone(),
+            max_new_tokens,
+            sampling: self.job.sampling,
+            stop_token_ids: self.ctx.model.spec.eos_token_ids.clone(),
+            require: self.job.require,
+            transfer_timeout_ms: millis(deadlines::prompt(self.prompt_tokens, queued, rate)),
+        };
+        decoder.client.request(&DecodeRequest::Generate(spec)).await.map_err(lost)
+    }
+
+    async fn call(&self, decoder: &DecodeLink, request: &DecodeRequest) -> Result<DecodeEvent, Stop> {
+        decoder.client.call(request, deadlines::exchange(self.prompt_tokens)).await.map_err(lost)
+    }
+
+    fn failure(&self, kind: FailureKind) -> Failure {
+        if let Some(told) = &self.told {
+            return Failure { kind, verdict: Box::new(told.clone()) };
+        }
+        let (verdict, reason) = match (&kind, &self.planned) {
+            (FailureKind::Refused(reason), _) => (VerdictKind::Refused, reason.clone()),
+            (_, Planned::Bridge) => (VerdictKind::Failed, kind.code().to_owned()),
+            _ => (VerdictKind::Native, kind.code().to_owned()),
+        };
+        let verdict =
+            Verdict::without_receipt(verdict, Some(reason), self.parties.clone(), self.prompt_tokens);
+        Failure { kind, verdict: Box::new(verdict) }
+    }
+}
+
+fn block_keys(decoder: &DecodeLink, tokens: &[u32]) -> Vec<BlockKey> {
+    let Some(cache) = &decoder.hello.cache else { return Vec::new() };
+    let root = BlockKey::root(&cache.fingerprint.0, &cache.layout.digest());
+    root.chain(tokens, cache.layout.block_tokens as usize)
+}
+
+/// Leading prompt positions that the prefill worker has read before.
+fn reusable_tokens(decoder: &DecodeLink, prefill: &PrefillLink, keys: &[BlockKey]) -> u32 {
+    let block_tokens = decoder.hello.cache.as_ref().map_or(0, |c| c.layout.block_tokens);
+    u32::try_from(prefill.seen.leading(keys)).unwrap_or(0).saturating_mul(block_tokens)
+}
+
+fn lost(error: ControlError) -> Stop {
+    match error {
+        ControlError::Timeout(_) => Stop::Failed(FailureKind::Timeout("the decode worker")),
+        ControlError::Unexpected(message) => Stop::Failed(FailureKind::Protocol(message)),
+        _ => Stop::Lost(FailureKind::DecodeWorkerLost),
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,220 @@
+//! Following both workers from `generate` to the end of the answer.
+
+use super::attempt::{Attempt, Stop};
+use super::bridge::{Bridge, BridgeEvent, abort_transfer};
+use super::guard::DecodeGuard;
+use super::text::AnswerText;
+use super::{Event, FailureKind};
+use crate::deadlines;
+use crate::fleet::DecodeLink;
+use crate::metrics::Stage;
+use shared::control::{
+    DecodeEvent, DecodeReceipt, EventStream, FinishReason, Incoming, Require, WorkerErrorCode,
+};
+use shared::verdict::{Verdict, VerdictKind};
+use shared::wire::AbortCode;
+use std::time::Duration;
+use tokio::time::{Instant, sleep_until};
+
+/// The report of a finished transfer normally arrives long before the first token; if not, it is worth
+/// this wait to have its times in the verdict.
+const REPORT_WAIT: Duration = Duration::from_millis(2);
+
+/// A request that both workers are at.
+pub(super) struct Running<'a> {
+    pub(super) decoder: &'a DecodeLink,
+    pub(super) guard: &'a mut DecodeGuard,
+    pub(super) events: EventStream<DecodeEvent>,
+    pub(super) bridge: Option<Bridge>,
+    /// Requests ahead on the decoder.
+    pub(super) queue: u32,
+}
+
+impl Attempt<'_> {
+    /// Follows both workers until the answer is complete.
+    pub(super) async fn follow(&mut self, mut run: Running<'_>, last: &mut Verdict) -> Result<(), Stop> {
+        let mut text = AnswerText::new(&self.ctx.model.tokenizer, self.job.stops.clone());
+        let mut receipt: Option<Box<DecodeReceipt>> = None;
+        let mut completion_tokens = 0;
+        let mut previous: Option<Instant> = None;
+        let mut deadline = Instant::now() + self.prompt_wait(&run, self.prompt_tokens);
+        loop {
+            let event = tokio::select! {
+                biased;
+                event = run.events.next() => event,
+                news = next_of(&mut run.bridge) => {
+                    if let Some(left) = self.bridge_news(&run, news).await? {
+                        deadline = Instant::now() + self.prompt_wait(&run, left);
+                    }
+                    continue;
+                }
+                () = sleep_until(deadline) => return Err(FailureKind::Timeout("the decode worker").into()),
+            };
+            let now = Instant::now();
+            let event = match event {
+                Some(Incoming::Event(event)) => event,
+                Some(Incoming::Binary(_)) => {
+                    return Err(FailureKind::Protocol("a binary message".to_owned()).into());
+                }
+                None if previous.is_none() => return Err(Stop::Lost(FailureKind::DecodeWorkerLost)),
+                None => return Err(FailureKind::DecodeWorkerLost.into()),
+            };
+            match event {
+                DecodeEvent::Progress { done_tokens, total_tokens } => {
+                    deadline = now + self.prompt_wait(&run, total_tokens.saturating_sub(done_tokens));
+                    self.send(Event::Progress { done_tokens, total_tokens }).await;
+                }
+                DecodeEvent::Started(r) => receipt = Some(r),
+                DecodeEvent::Token { ids } => {
+                    match previous.replace(now) {
+                        None => *last = self.started(&mut run, receipt.as_deref()).await?,
+                        Some(earlier) => {
+                            self.ctx.metrics.inter_token.observe((now - earlier).as_secs_f64());
+                        }
+                    }
+                    deadline = now + deadlines::next_token(run.decoder.rates().decode_tokens_per_s);
+                    let (released, used) = text.push(&ids).map_err(|e| FailureKind::Text(e.to_string()))?;
+                    completion_tokens += used;
+                    self.ctx.metrics.completion_tokens.inc_by(u64::from(used));
+                    self.send_text(released.text, run.events.arrived()).await;
+                    if released.stopped {
+                        // The guard is dropped unended, which cancels the rest.
+                        self.send(Event::Finished { finish_reason: "stop", completion_tokens }).await;
+                        return Ok(());
+                    }
+                }
+                DecodeEvent::Finished { reason, completion_tokens: counted, decode_ms } => {
+                    run.guard.ended();
+                    if previous.is_none() {
+                        *last = self.started(&mut run, receipt.as_deref()).await?;
+                    }
+                    self.ctx.metrics.stage_ms(Stage::Decode, decode_ms);
+                    let released = text.finish().map_err(|e| FailureKind::Text(e.to_string()))?;
+                    self.send_text(released.text, run.events.arrived()).await;
+                    let finish_reason = match reason {
+                        FinishReason::Length if !released.stopped => "length",
+                        FinishReason::Length | FinishReason::Stop => "stop",
+                    };
+                    self.send(Event::Finished { finish_reason, completion_tokens: counted }).await;
+                    return Ok(());
+                }
+                DecodeEvent::Error(error) => {
+                    run.guard.ended();
+                    return Err(match error.code {
+                        WorkerErrorCode::BridgeRequired => {
+                            let reason = self.broken.map_or(error.message, |code| code.as_str().to_owned());
+                            FailureKind::Refused(reason)
+                        }
+                        _ => FailureKind::Worker(error),
+                    }
+                    .into());
+                }
+                other => return Err(FailureKind::Protocol(format!("{other:?} while generating")).into()),
+            }
+        }
+    }
+
+    /// Takes news from the prefill worker; returns the prompt positions still to wait for.
+    async fn bridge_news(&mut self, run: &Running<'_>, news: BridgeEvent) -> Result<Option<u32>, Stop> {
+        match news {
+            BridgeEvent::Progress(done_tokens, total_tokens) => {
+                self.send(Event::Progress { done_tokens, total_tokens }).await;
+                Ok(Some(total_tokens.saturating_sub(done_tokens)))
+            }
+            BridgeEvent::Done(report) => {
+                self.report = Some(report);
+                Ok(None)
+            }
+            BridgeEvent::Broken(abort) => {
+                tracing::warn!(request_id = %self.job.request_id, %abort, "bridge broken");
+                self.broken = Some(abort.code);
+                let worker_lost = abort.code == AbortCode::ConnectionLost;
+                abort_transfer(run.decoder, &self.worker_id, abort);
+                if worker_lost && self.job.require != Require::Nothing && !self.retry {
+                    return Err(Stop::Lost(FailureKind::Refused("connection_lost".to_owned())));
+                }
+                Ok(Some(self.prompt_tokens))
+            }
+        }
+    }
+
+    /// The first token exists: says what happened.
+    async fn started(
+        &mut self,
+        run: &mut Running<'_>,
+        receipt: Option<&DecodeReceipt>,
+    ) -> Result<Verdict, Stop> {
+        let ttft = self.job.arrived.elapsed();
+        let receipt = receipt.ok_or_else(|| FailureKind::Protocol("tokens without a receipt".to_owned()))?;
+        if receipt.bridged_tokens > 0 && self.report.is_none() {
+            let late = tokio::time::timeout(REPORT_WAIT, async {
+                loop {
+                    if let BridgeEvent::Done(report) = next_of(&mut run.bridge).await {
+                        return report;
+                    }
+                }
+            });
+            self.report = late.await.ok();
+        }
+        let mut verdict =
+            Verdict::from_receipt(&self.planned, receipt, self.report.as_ref(), self.parties.clone());
+        if verdict.verdict == VerdictKind::Failed
+            && receipt.transfer_failure.is_none()
+            && let Some(code) = self.broken
+        {
+            verdict.reason = Some(code.as_str().to_owned());
+        }
+        verdict.ttft_ms = Some(ttft.as_secs_f64() * 1000.0);
+        if !verdict.is_consistent() || verdict.prompt_tokens != self.prompt_tokens {
+            return Err(FailureKind::Protocol("the decoder's receipt does not add up".to_owned()).into());
+        }
+        let metrics = &self.ctx.metrics;
+        metrics.started(&verdict, ttft);
+        metrics.stage_ms(Stage::Queue, receipt.queue_ms);
+        metrics.stage_ms(Stage::Wait, receipt.wait_ms);
+        metrics.stage_ms(Stage::Ingest, receipt.ingest_ms);
+        metrics.stage_ms(Stage::DecoderPrefill, receipt.prefill_ms);
+        if let Some(report) = &self.report {
+            metrics.stage_ms(Stage::Prefill, report.prefill_ms);
+            metrics.stage_ms(Stage::Transfer, report.transfer_ms);
+        }
+        self.ctx.verdicts.put(&verdict);
+        self.told = Some(verdict.clone());
+        self.send(Event::Started(Box::new(verdict.clone()))).await;
+        Ok(verdict)
+    }
+
+    /// Longest wait for the prompt, `left` positions of which are to be computed by someone.
+    fn prompt_wait(&self, run: &Running<'_>, left: u32) -> Duration {
+        // Both sides in a row is the worst case: a transfer that fails at its end, then the decoder alone.
+        // Requests ahead in the decoder's queue are assumed to be no longer than this one.
+        let queued = u64::from(run.queue) * u64::from(self.prompt_tokens);
+        let native = deadlines::prompt(self.prompt_tokens, queued, run.decoder.rates().prefill_tokens_per_s);
+        let bridge = if run.bridge.is_some() {
+            let outlook = self.ctx.fleet.prefill_for(run.decoder).map(|(l, _)| (l.load.tokens(), l.rates()));
+            let (queued, rate) = outlook.map_or((0, 0.0), |(queued, r)| (queued, r.prefill_tokens_per_s));
+            deadlines::prompt(left, queued, rate)
+        } else {
+            Duration::ZERO
+        };
+        native + bridge
+    }
+
+    async fn send_text(&self, text: String, arrived: std::time::Instant) {
+        if !text.is_empty() {
+            self.send(Event::Text { text, arrived }).await;
+        }
+    }
+
+    /// A closed channel ends the whole task from outside, so the result does not matter here.
+    async fn send(&self, event: Event) {
+        let _ = self.out.send(event).await;
+    }
+}
+
+async fn next_of(bridge: &mut Option<Bridge>) -> BridgeEvent {
+    match bridge {
+        Some(bridge) => bridge.next().await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,144 @@
+//! The life of one request: prepare, plan, bridge, decode; with cancel, deadlines and one retry.
+//!
+//! A request runs in a task of its own and reports [`Event`]s. When the receiver is dropped (the client
+//! has left) the task is over at the next await, and the guards it holds cancel on both workers.
+
+mod attempt;
+mod bridge;
+mod failure;
+mod follow;
+mod guard;
+mod stop;
+mod text;
+
+pub(crate) use failure::{Failure, FailureKind};
+
+use crate::fleet::Fleet;
+use crate::metrics::Metrics;
+use crate::model::TextModel;
+use crate::planner::Route;
+use crate::verdicts::VerdictStore;
+use attempt::{Attempt, Outcome};
+use shared::control::{Require, Sampling};
+use shared::tokens::TokenIds;
+use shared::verdict::{Parties, Verdict, VerdictKind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+
+/// Events that may wait for a slow client before the request waits too.
+const EVENT_BACKLOG: usize = 256;
+
+/// What every request needs.
+pub(crate) struct Context {
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) model: Arc<TextModel>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) verdicts: VerdictStore,
+    pub(crate) min_bridge_tokens: u32,
+    pub(crate) reconnect_wait: Duration,
+}
+
+/// A request to be answered.
+#[derive(Debug, Clone)]
+pub(crate) struct Job {
+    /// Name towards the client, who may have chosen it.
+    pub(crate) request_id: String,
+    /// Name towards the workers, unique.
+    pub(crate) worker_id: String,
+    /// The prompt.
+    pub(crate) tokens: TokenIds,
+    /// Most tokens to produce; `None` uses what the context leaves.
+    pub(crate) max_new_tokens: Option<u32>,
+    pub(crate) sampling: Sampling,
+    /// Texts that end the answer.
+    pub(crate) stops: Vec<String>,
+    pub(crate) require: Require,
+    pub(crate) route: Route,
+    /// When the request came in.
+    pub(crate) arrived: Instant,
+}
+
+/// What happens to a request, in order: `Progress`*, `Started`, `Text`*, `Finished`; `Failed` may come at any time
+/// and is the last.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// The prompt is being read.
+    Progress {
+        /// Positions done.
+        done_tokens: u32,
+        /// Positions in all.
+        total_tokens: u32,
+    },
+    /// The first token exists; the verdict is final.
+    Started(Box<Verdict>),
+    /// More text; empty text is never sent.
+    Text {
+        /// Whole UTF-8.
+        text: String,
+        /// When the decoder's message came in.
+        arrived: Instant,
+    },
+    /// The answer is complete.
+    Finished {
+        /// `stop` or `length`.
+        finish_reason: &'static str,
+        /// Tokens of the answer.
+        completion_tokens: u32,
+    },
+    /// There is no answer, or no more of it.
+    Failed(Failure),
+}
+
+/// Starts a request. `permit` is held until it ends.
+pub(crate) fn start(ctx: Arc<Context>, job: Job, permit: OwnedSemaphorePermit) -> mpsc::Receiver<Event> {
+    let (out, events) = mpsc::channel(EVENT_BACKLOG);
+    tokio::spawn(async move {
+        let _permit = permit;
+        let _in_flight = InFlight::new(&ctx.metrics);
+        let mut last = Verdict::without_receipt(
+            VerdictKind::Native,
+            Some("client_gone".to_owned()),
+            Parties { request_id: job.request_id.clone(), ..Parties::default() },
+            u32::try_from(job.tokens.len()).unwrap_or(u32::MAX),
+        );
+        tokio::select! {
+            () = out.closed() => tracing::debug!(request_id = %job.request_id, "client left"),
+            () = run(&ctx, &job, &out, &mut last) => {}
+        }
+        ctx.metrics.ended(&last, job.arrived.elapsed());
+    });
+    events
+}
+
+/// Tries once, and once more if a worker was lost before any token went out.
+async fn run(ctx: &Context, job: &Job, out: &mpsc::Sender<Event>, last: &mut Verdict) {
+    let mut outcome = Attempt::new(ctx, job, out, 0).run(last).await;
+    if let Outcome::Lost(failure) = outcome {
+        tracing::warn!(request_id = %job.request_id, reason = failure.kind.code(), "worker lost, trying again");
+        ctx.metrics.retries.inc();
+        outcome = Attempt::new(ctx, job, out, 1).run(last).await;
+    }
+    if let Outcome::Lost(failure) | Outcome::Failed(failure) = outcome {
+        tracing::warn!(request_id = %job.request_id, code = failure.kind.code(), error = %failure.kind, "request failed");
+        ctx.verdicts.put(&failure.verdict);
+        *last = (*failure.verdict).clone();
+        let _ = out.send(Event::Failed(failure)).await;
+    }
+}
+
+/// Counts a request while it lives.
+struct InFlight(prometheus::IntGauge);
+
+impl InFlight {
+    fn new(metrics: &Metrics) -> Self {
+        metrics.in_flight.inc();
+        Self(metrics.in_flight.clone())
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}

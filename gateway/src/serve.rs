@@ -1,0 +1,159 @@
+//! Puts the gateway together and runs it.
+
+use crate::fleet::{Address, Fleet, fixed_address};
+use crate::http::{self, App};
+use crate::metrics::Metrics;
+use crate::model::TextModel;
+use crate::pipeline::Context;
+use crate::settings::Settings;
+use crate::verdicts::VerdictStore;
+use shared::settings::{SettingsError, shutdown_signal};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+/// Why the program could not run.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ServeError {
+    /// A bad setting.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+    /// The port is taken or not allowed.
+    #[error("can't listen on {addr}: {source}")]
+    Bind {
+        /// The address.
+        addr: SocketAddr,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The model's text side can't be used.
+    #[error("model {path}: {source}")]
+    Model {
+        /// The model.
+        path: std::path::PathBuf,
+        /// Why.
+        source: Box<shared::model::ModelError>,
+    },
+    /// A worker program could not be started.
+    #[error(transparent)]
+    Child(#[from] crate::up::ChildError),
+    /// Verification failed to run.
+    #[error(transparent)]
+    Verify(Box<crate::verify::VerifyError>),
+    /// No async runtime.
+    #[error("can't start: {0}")]
+    Runtime(std::io::Error),
+    /// Two metrics share a name.
+    #[error("metrics: {0}")]
+    Metrics(#[from] prometheus::Error),
+}
+
+/// A gateway that is about to serve.
+pub(crate) struct Gateway {
+    pub(crate) app: Arc<App>,
+    listener: TcpListener,
+    shutdown: CancellationToken,
+    /// Stops the connections to the workers, after the last answer.
+    fleet_shutdown: CancellationToken,
+}
+
+impl Gateway {
+    /// Opens the model and the port, and starts connecting to the workers.
+    ///
+    /// # Errors
+    /// [`ServeError::Model`], [`ServeError::Bind`].
+    pub(crate) async fn start(
+        settings: Settings,
+        listener: TcpListener,
+        decode: Vec<Address>,
+        prefill: Vec<Address>,
+    ) -> Result<Self, ServeError> {
+        let (path, name) = (settings.model.clone(), settings.model_name.clone());
+        let opened = tokio::task::spawn_blocking(move || TextModel::open(&path, name)).await;
+        let opened = opened.map_err(|e| ServeError::Runtime(std::io::Error::other(e)))?;
+        let model =
+            opened.map_err(|e| ServeError::Model { path: settings.model.clone(), source: Box::new(e) })?;
+        let fleet_shutdown = CancellationToken::new();
+        let digest = model.tokenizer.digest();
+        let fleet = Fleet::start(decode, prefill, &settings.cluster_key, digest, &fleet_shutdown);
+        let ctx = Arc::new(Context {
+            fleet,
+            model: Arc::new(model),
+            metrics: Arc::new(Metrics::new()?),
+            verdicts: VerdictStore::default(),
+            min_bridge_tokens: settings.min_bridge_tokens,
+            reconnect_wait: settings.reconnect_wait,
+        });
+        let app = Arc::new(App {
+            ctx,
+            permits: Arc::new(Semaphore::new(settings.max_in_flight.min(Semaphore::MAX_PERMITS))),
+            settings,
+            draining: AtomicBool::new(false),
+            started_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+        });
+        Ok(Self { app, listener, shutdown: CancellationToken::new(), fleet_shutdown })
+    }
+
+    /// Cancelling it starts the drain.
+    pub(crate) fn shutdown_token(&self) -> CancellationToken {
+        self.shutdown.clone()
+    }
+
+    /// Serves until the shutdown token is cancelled and answers are drained.
+    pub(crate) async fn run(self) {
+        http::serve(self.listener, self.app, self.shutdown).await;
+        self.fleet_shutdown.cancel();
+    }
+}
+
+/// Binds the API's port.
+///
+/// # Errors
+/// [`ServeError::Bind`] naming the address.
+pub(crate) async fn bind(addr: SocketAddr) -> Result<TcpListener, ServeError> {
+    TcpListener::bind(addr).await.map_err(|source| ServeError::Bind { addr, source })
+}
+
+/// `pd-bridge gateway`: serves until Ctrl-C or SIGTERM.
+///
+/// # Errors
+/// [`ServeError`].
+pub(crate) async fn serve_forever(settings: Settings) -> Result<(), ServeError> {
+    if settings.decode.is_empty() {
+        return Err(SettingsError::value("gateway.decode", "names no decode worker").into());
+    }
+    let decode = settings.decode.iter().cloned().map(fixed_address).collect();
+    let prefill = settings.prefill.iter().cloned().map(fixed_address).collect();
+    let listener = bind(settings.listen).await?;
+    let gateway = Gateway::start(settings, listener, decode, prefill).await?;
+    announce_when_ready(&gateway);
+    let shutdown = gateway.shutdown_token();
+    tokio::spawn(async move {
+        shutdown_signal(false).await;
+        shutdown.cancel();
+    });
+    gateway.run().await;
+    Ok(())
+}
+
+/// Prints `ready http://HOST:PORT` once a decoder is connected.
+fn announce_when_ready(gateway: &Gateway) {
+    let app = gateway.app.clone();
+    let addr = gateway.listener.local_addr();
+    tokio::spawn(async move {
+        app.ctx.fleet.any_decoder().await;
+        if let Ok(addr) = addr {
+            print_ready(addr);
+        }
+    });
+}
+
+/// The line that tells a supervisor, a script or a person that requests are welcome.
+#[allow(clippy::print_stdout, reason = "the one line that this program promises on stdout")]
+pub(crate) fn print_ready(addr: SocketAddr) {
+    println!("ready http://{addr}");
+}

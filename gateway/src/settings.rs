@@ -1,0 +1,255 @@
+//! Settings of the gateway: flags, then environment, then the `[gateway]` section of a file, then defaults.
+
+use serde::Deserialize;
+use shared::control::ClusterKey;
+use shared::settings::{SettingsError, cluster_key, section};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// What can be set, each as a flag, an environment variable or a key of `[gateway]`.
+#[derive(Debug, Clone, Default, clap::Args, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct GatewayArgs {
+    /// Where to serve the API [default: 127.0.0.1:8000]
+    #[arg(long, env = "PD_BRIDGE_LISTEN")]
+    pub(crate) listen: Option<SocketAddr>,
+    /// Model whose tokenizer and chat template to use: a GGUF file or a directory
+    #[arg(long, env = "PD_BRIDGE_MODEL")]
+    pub(crate) model: Option<PathBuf>,
+    /// Name of the model as clients see it [default: the model's own]
+    #[arg(long, env = "PD_BRIDGE_MODEL_NAME")]
+    pub(crate) model_name: Option<String>,
+    /// Control addresses of decode workers, host:port, separated by commas
+    #[arg(long, env = "PD_BRIDGE_DECODE", value_delimiter = ',')]
+    pub(crate) decode: Option<Vec<String>>,
+    /// Control addresses of prefill workers, host:port, separated by commas
+    #[arg(long, env = "PD_BRIDGE_PREFILL", value_delimiter = ',')]
+    pub(crate) prefill: Option<Vec<String>>,
+    /// File with the fleet's shared secret
+    #[arg(long, env = "PD_BRIDGE_CLUSTER_KEY_FILE")]
+    pub(crate) cluster_key_file: Option<PathBuf>,
+    /// TOML file of `name = "key"` lines; with it every /v1 request needs a key
+    #[arg(long, env = "PD_BRIDGE_API_KEYS_FILE")]
+    pub(crate) api_keys_file: Option<PathBuf>,
+    /// Send response headers with a pending verdict after this time [default: wait for the verdict]
+    #[arg(long, env = "PD_BRIDGE_EARLY_HEADERS_AFTER_MS")]
+    pub(crate) early_headers_after_ms: Option<u64>,
+    /// Fewest tokens worth a transfer [default: 64]
+    #[arg(long, env = "PD_BRIDGE_MIN_BRIDGE_TOKENS")]
+    pub(crate) min_bridge_tokens: Option<u32>,
+    /// Requests answered at once; more get 429 [default: 1024]
+    #[arg(long, env = "PD_BRIDGE_MAX_IN_FLIGHT")]
+    pub(crate) max_in_flight: Option<usize>,
+    /// Largest request body, in bytes [default: 16777216]
+    #[arg(long, env = "PD_BRIDGE_MAX_BODY_BYTES")]
+    pub(crate) max_body_bytes: Option<usize>,
+    /// Largest request head, in bytes [default: 65536]
+    #[arg(long, env = "PD_BRIDGE_MAX_HEADER_BYTES")]
+    pub(crate) max_header_bytes: Option<usize>,
+    /// Longest time for a client to send a request head, also the idle limit of a connection [default: 30000]
+    #[arg(long, env = "PD_BRIDGE_HEADER_READ_TIMEOUT_MS")]
+    pub(crate) header_read_timeout_ms: Option<u64>,
+    /// Longest wait for a lost decode worker to come back before a request fails [default: 20000]
+    #[arg(long, env = "PD_BRIDGE_RECONNECT_WAIT_MS")]
+    pub(crate) reconnect_wait_ms: Option<u64>,
+    /// After SIGTERM, how long running answers may take to finish [default: 30000]
+    #[arg(long, env = "PD_BRIDGE_DRAIN_LIMIT_MS")]
+    pub(crate) drain_limit_ms: Option<u64>,
+    /// Log one JSON object per line
+    #[arg(long, env = "PD_BRIDGE_LOG_JSON", num_args = 0..=1, default_missing_value = "true")]
+    pub(crate) log_json: Option<bool>,
+}
+
+/// Settings after merging, checked.
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    pub(crate) listen: SocketAddr,
+    pub(crate) model: PathBuf,
+    pub(crate) model_name: Option<String>,
+    pub(crate) decode: Vec<String>,
+    pub(crate) prefill: Vec<String>,
+    pub(crate) cluster_key: ClusterKey,
+    pub(crate) api_keys: Vec<ApiKey>,
+    pub(crate) early_headers_after: Option<Duration>,
+    pub(crate) min_bridge_tokens: u32,
+    pub(crate) max_in_flight: usize,
+    pub(crate) max_body_bytes: usize,
+    pub(crate) max_header_bytes: usize,
+    pub(crate) header_read_timeout: Duration,
+    pub(crate) reconnect_wait: Duration,
+    pub(crate) drain_limit: Duration,
+}
+
+/// Who may use the API: a name for logs and the BLAKE3 of the key.
+#[derive(Debug, Clone)]
+pub(crate) struct ApiKey {
+    pub(crate) name: String,
+    pub(crate) digest: [u8; 32],
+}
+
+impl GatewayArgs {
+    /// Fills what flags and environment left open from the file.
+    ///
+    /// # Errors
+    /// [`SettingsError`] naming the file and the key.
+    pub(crate) fn with_file(self, file: Option<&Path>) -> Result<Self, SettingsError> {
+        let Some(file) = file else { return Ok(self) };
+        let f: Self = section(file, "gateway")?;
+        Ok(Self {
+            listen: self.listen.or(f.listen),
+            model: self.model.or(f.model),
+            model_name: self.model_name.or(f.model_name),
+            decode: self.decode.or(f.decode),
+            prefill: self.prefill.or(f.prefill),
+            cluster_key_file: self.cluster_key_file.or(f.cluster_key_file),
+            api_keys_file: self.api_keys_file.or(f.api_keys_file),
+            early_headers_after_ms: self.early_headers_after_ms.or(f.early_headers_after_ms),
+            min_bridge_tokens: self.min_bridge_tokens.or(f.min_bridge_tokens),
+            max_in_flight: self.max_in_flight.or(f.max_in_flight),
+            max_body_bytes: self.max_body_bytes.or(f.max_body_bytes),
+            max_header_bytes: self.max_header_bytes.or(f.max_header_bytes),
+            header_read_timeout_ms: self.header_read_timeout_ms.or(f.header_read_timeout_ms),
+            reconnect_wait_ms: self.reconnect_wait_ms.or(f.reconnect_wait_ms),
+            drain_limit_ms: self.drain_limit_ms.or(f.drain_limit_ms),
+            log_json: self.log_json.or(f.log_json),
+        })
+    }
+
+    /// Applies defaults and checks every value.
+    ///
+    /// # Errors
+    /// [`SettingsError`] naming the key.
+    pub(crate) fn resolve(self) -> Result<Settings, SettingsError> {
+        let model = self.model.ok_or_else(|| SettingsError::value("gateway.model", "is required"))?;
+        if !model.exists() {
+            return Err(SettingsError::value("gateway.model", format!("{} does not exist", model.display())));
+        }
+        let decode = addresses("gateway.decode", self.decode)?;
+        let prefill = addresses("gateway.prefill", self.prefill)?;
+        let max_header_bytes =
+            at_least("gateway.max_header_bytes", self.max_header_bytes.unwrap_or(64 << 10), 8192)?;
+        Ok(Settings {
+            listen: self.listen.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 8000))),
+            model,
+            model_name: self.model_name,
+            decode,
+            prefill,
+            cluster_key: cluster_key(self.cluster_key_file.as_deref(), &[])?,
+            api_keys: self.api_keys_file.as_deref().map(api_keys).transpose()?.unwrap_or_default(),
+            early_headers_after: self.early_headers_after_ms.map(Duration::from_millis),
+            min_bridge_tokens: self.min_bridge_tokens.unwrap_or(64),
+            max_in_flight: at_least("gateway.max_in_flight", self.max_in_flight.unwrap_or(1024), 1)?,
+            max_body_bytes: at_least(
+                "gateway.max_body_bytes",
+                self.max_body_bytes.unwrap_or(16 << 20),
+                1024,
+            )?,
+            max_header_bytes,
+            header_read_timeout: positive_ms(
+                "gateway.header_read_timeout_ms",
+                self.header_read_timeout_ms,
+                30_000,
+            )?,
+            reconnect_wait: Duration::from_millis(self.reconnect_wait_ms.unwrap_or(20_000)),
+            drain_limit: Duration::from_millis(self.drain_limit_ms.unwrap_or(30_000)),
+        })
+    }
+}
+
+fn at_least(key: &str, value: usize, least: usize) -> Result<usize, SettingsError> {
+    if value < least || value > usize::MAX / 2 {
+        return Err(SettingsError::value(key, format!("{value} is too small, at least {least}")));
+    }
+    Ok(value)
+}
+
+fn positive_ms(key: &str, value: Option<u64>, default: u64) -> Result<Duration, SettingsError> {
+    match value.unwrap_or(default) {
+        0 => Err(SettingsError::value(key, "must be more than 0")),
+        ms => Ok(Duration::from_millis(ms)),
+    }
+}
+
+fn addresses(key: &str, given: Option<Vec<String>>) -> Result<Vec<String>, SettingsError> {
+    let given = given.unwrap_or_default();
+    for addr in &given {
+        let port =
+            addr.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
+        if !matches!(port, Some(Ok(port)) if port > 0) {
+            return Err(SettingsError::value(key, format!("`{addr}` is not host:port")));
+        }
+    }
+    Ok(given)
+}
+
+fn api_keys(file: &Path) -> Result<Vec<ApiKey>, SettingsError> {
+    let unreadable = |source| SettingsError::Unreadable { file: file.to_owned(), source };
+    let in_file = |key: &str, message: String| SettingsError::InFile {
+        file: file.to_owned(),
+        key: key.to_owned(),
+        message,
+    };
+    let text = std::fs::read_to_string(file).map_err(unreadable)?;
+    // The parser's own message would quote a line, and with it a key.
+    let table: toml::Table = text.parse().map_err(|_| in_file("(syntax)", "not a TOML file".to_owned()))?;
+    let key = |(name, value): (&String, &toml::Value)| match value.as_str() {
+        Some(secret) if secret.len() >= 16 => {
+            Ok(ApiKey { name: name.clone(), digest: *blake3::hash(secret.as_bytes()).as_bytes() })
+        }
+        Some(_) => Err(in_file(name, "an API key has at least 16 characters".to_owned())),
+        None => Err(in_file(name, "must be a string".to_owned())),
+    };
+    let keys = table.iter().map(key).collect::<Result<Vec<_>, _>>()?;
+    if keys.is_empty() {
+        return Err(in_file("(file)", "holds no key, so nobody could use the API".to_owned()));
+    }
+    Ok(keys)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolve(change: impl FnOnce(&mut GatewayArgs)) -> Result<Settings, String> {
+        let mut args = GatewayArgs { model: Some("/".into()), ..GatewayArgs::default() };
+        change(&mut args);
+        args.resolve().map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_bad_value_names_its_key() {
+        assert!(resolve(|_| {}).is_ok());
+        assert!(resolve(|a| a.model = None).unwrap_err().contains("gateway.model"));
+        assert!(resolve(|a| a.model = Some("/no/such".into())).unwrap_err().contains("gateway.model"));
+        assert!(resolve(|a| a.decode = Some(vec!["host".into()])).unwrap_err().contains("gateway.decode"));
+        assert!(resolve(|a| a.prefill = Some(vec!["h:0".into()])).unwrap_err().contains("gateway.prefill"));
+        assert!(resolve(|a| a.max_in_flight = Some(0)).unwrap_err().contains("gateway.max_in_flight"));
+    }
+
+    #[test]
+    fn flags_win_over_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("c.toml");
+        std::fs::write(&file, "[gateway]\nmin_bridge_tokens = 7\nmax_in_flight = 9\n").unwrap();
+        let args = GatewayArgs { max_in_flight: Some(3), ..GatewayArgs::default() };
+        let merged = args.with_file(Some(&file)).unwrap();
+        assert_eq!((merged.min_bridge_tokens, merged.max_in_flight), (Some(7), Some(3)));
+    }
+
+    #[test]
+    fn a_broken_key_file_never_shows_a_key() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("keys.toml");
+        for (text, names) in
+            [("alice = \"short\"", "alice"), ("bob = sk-very-secret", "syntax"), ("", "no key")]
+        {
+            std::fs::write(&file, text).unwrap();
+            let error = resolve(|a| a.api_keys_file = Some(file.clone())).unwrap_err();
+            assert!(
+                error.contains(names) && !error.contains("secret") && error.contains("keys.toml"),
+                "{error}"
+            );
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! The whole gateway against scripted workers that speak the real control protocol.
+
+mod client;
+mod model;
+mod workers;
+
+use crate::serve::Gateway;
+use crate::settings::{ApiKey, GatewayArgs, Settings};
+use client::{get, post, stream};
+use serde_json::json;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use workers::{PrefillScript, Script, Workers};
+
+struct Stack {
+    addr: SocketAddr,
+    workers: Arc<Workers>,
+    shutdown: CancellationToken,
+    settings: Settings,
+    _model: tempfile::TempDir,
+}
+
+impl Stack {
+    async fn start(script: Script, change: impl FnOnce(&mut Settings)) -> Self {
+        let workers = Workers::start(script).await;
+        let model = model::byte_level();
+        let args = GatewayArgs {
+            model: Some(model.path().to_owned()),
+            listen: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
+            ..GatewayArgs::default()
+        };
+        let mut settings = args.resolve().unwrap();
+        change(&mut settings);
+        let kept = settings.clone();
+        let listener = TcpListener::bind(settings.listen).await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let prefill = workers.prefill_addr().into_iter().collect();
+        let gateway = Gateway::start(settings, listener, vec![workers.decode_addr()], prefill).await.unwrap();
+        let fleet = gateway.app.ctx.fleet.clone();
+        let shutdown = gateway.shutdown_token();
+        tokio::spawn(gateway.run());
+        let decoder = fleet.any_decoder().await.unwrap();
+        if workers.prefill_addr().is_some() {
+            assert!(fleet.prefill_within(&decoder, Duration::from_secs(5)).await);
+        }
+        Self { addr, workers, shutdown, settings: kept, _model: model }
+    }
+
+    async fn plain(script: Script) -> Self {
+        Self::start(script, |_| {}).await
+    }
+}
+
+fn completion(extra: &serde_json::Value) -> serde_json::Value {
+    let mut body = json!({"prompt": "x".repeat(100), "max_tokens": 8, "temperature": 0});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+#[tokio::test]
+async fn a_short_prompt_is_answered_natively() {
+    let s = Stack::plain(Script::saying(&["Hel", "lo"])).await;
+    let body = json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8});
+    let r = post(s.addr, "/v1/chat/completions", &[], &body).await;
+    assert_eq!(r.status, 200, "{r:?}");
+    assert_eq!(r.json()["choices"][0]["message"]["content"], "Hello");
+    assert_eq!(r.json()["choices"][0]["finish_reason"], "stop");
+    assert_eq!(r.verdict()["verdict"], "native");
+    assert_eq!(r.verdict()["reason"], "short_prompt");
+    assert_eq!(r.json()["usage"]["prompt_tokens"], r.verdict()["prompt_tokens"]);
+    let id = r.header("x-request-id").unwrap();
+    let kept = get(s.addr, &format!("/v1/bridge/verdicts/{id}")).await;
+    assert_eq!(kept.json()["verdict"], "native");
+}
+
+#[tokio::test]
+async fn a_long_prompt_is_bridged_and_streamed() {
+    let s = Stack::plain(Script::saying(&["a", "b", "c"])).await;
+    let body = completion(&json!({"stream": true, "stream_options": {"include_usage": true}}));
+    let r = post(s.addr, "/v1/completions", &[], &body).await;
+    assert_eq!(r.verdict()["verdict"], "complete", "{r:?}");
+    assert_eq!(r.verdict()["bridged_tokens"], 99);
+    assert!(r.verdict()["ttft_ms"].as_f64().unwrap() > 0.0);
+    let events = r.events();
+    assert_eq!(events.iter().filter(|e| *e == "[DONE]").count(), 1);
+    assert_eq!(events.last().unwrap(), "[DONE]");
+    let usage: serde_json::Value = serde_json::from_str(&events[events.len() - 2]).unwrap();
+    assert_eq!(usage["usage"]["prompt_tokens_details"]["cached_tokens"], 99);
+    assert_eq!(r.streamed_text(), "abc");
+    let metrics = get(s.addr, "/metrics").await.body;
+    assert!(metrics.contains(r#"pd_bridge_requests_total{reason="",verdict="complete"} 1"#), "{metrics}");
+    assert!(metrics.contains("pd_bridge_workers_connected{role=\"prefill\"} 1"));
+}
+
+#[tokio::test]
+async fn a_failing_prefill_is_told_to_the_decoder_at_once() {
+    let s = Stack::plain(Script { prefill: Some(PrefillScript::Fails), ..Script::saying(&["ok"]) }).await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    assert_eq!((r.status, r.verdict()["verdict"].as_str()), (200, Some("failed")), "{r:?}");
+    assert_eq!(r.verdict()["reason"], "prefill_failed");
+    let required = [("X-PD-Bridge-Require", "any")];
+    let r = post(s.addr, "/v1/completions", &required, &completion(&json!({}))).await;
+    assert_eq!((r.status, r.verdict()["verdict"].as_str()), (503, Some("refused")), "{r:?}");
+    assert_eq!(r.json()["error"]["code"], "bridge_required");
+}
+
+#[tokio::test]
+async fn a_required_bridge_without_a_prefill_worker_is_refused() {
+    let s = Stack::plain(Script { prefill: None, ..Script::saying(&["ok"]) }).await;
+    let r = post(s.addr, "/v1/completions", &[("X-PD-Bridge-Only", "1")], &completion(&json!({}))).await;
+    assert_eq!((r.status, r.verdict()["reason"].as_str()), (503, Some("no_prefill_worker")), "{r:?}");
+    s.workers.all_released(1).await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    assert_eq!(r.verdict()["reason"], "no_prefill_worker");
+}
+
+#[tokio::test]
+async fn a_stop_text_ends_the_answer_and_the_work() {
+    let s = Stack::plain(Script { endless: true, ..Script::saying(&["one E", "N", "D two"]) }).await;
+    let r = post(
+        s.addr,
+        "/v1/completions",
+        &[],
+        &completion(&json!({"stop": ["END"], "stream": true, "max_tokens": 1000})),
+    )
+    .await;
+    assert_eq!(r.streamed_text(), "one ");
+    assert!(r.body.contains(r#""finish_reason":"stop""#));
+    s.workers.all_released(1).await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_streaming_cancels() {
+    let s = Stack::plain(Script { endless: true, ..Script::saying(&["a"]) }).await;
+    let mut open =
+        stream(s.addr, "/v1/completions", &[], &completion(&json!({"stream": true, "max_tokens": 9999})))
+            .await;
+    open.wait_for("data: ").await;
+    drop(open);
+    s.workers.all_released(1).await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_waiting_cancels_on_both_workers() {
+    let s = Stack::plain(Script { prefill: Some(PrefillScript::Hangs), ..Script::saying(&["a"]) }).await;
+    let open = stream(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    s.workers.prefill_started(1).await;
+    drop(open);
+    s.workers.all_released(2).await;
+}
+
+#[tokio::test]
+async fn early_headers_tell_the_verdict_later() {
+    let s = Stack::plain(Script::saying(&["a"])).await;
+    let r =
+        post(s.addr, "/v1/completions", &[("X-PD-Bridge-Early", "1")], &completion(&json!({"stream": true})))
+            .await;
+    assert_eq!(r.verdict()["verdict"], "pending");
+    let comment = r.body.find(": x-pd-bridge {\"verdict\":\"complete\"").unwrap();
+    assert!(comment < r.body.find("data: ").unwrap());
+    assert!(r.body.contains(": prefill 50/100\n\n"));
+}
+
+#[tokio::test]
+async fn bad_requests_have_a_verdict_too() {
+    let s = Stack::start(Script::saying(&["a"]), |settings| settings.max_body_bytes = 4096).await;
+    for (path, body, status, param) in [
+        ("/v1/completions", json!({"prompt": 1}), 400, Some("prompt")),
+        ("/v1/completions", json!({"prompt": [999_999]}), 400, Some("prompt")),
+        ("/v1/completions", json!({"prompt": "x".repeat(3000)}), 400, None),
+        ("/v1/completions", json!({"prompt": "x".repeat(5000)}), 413, None),
+        ("/v1/chat/completions", json!({"messages": []}), 400, Some("messages")),
+        ("/v1/chat/completions", json!({"model": "gpt-9", "messages": []}), 404, Some("model")),
+    ] {
+        let r = post(s.addr, path, &[], &body).await;
+        assert_eq!(r.status, status, "{r:?}");
+        assert_eq!(r.json()["error"]["param"].as_str(), param, "{r:?}");
+        assert!(r.verdict()["verdict"].is_string() && r.header("x-request-id").is_some());
+    }
+    let r = get(s.addr, "/v1/completions").await;
+    assert_eq!((r.status, r.verdict()["verdict"].as_str()), (405, Some("native")));
+    let long = "y".repeat(s.settings.max_header_bytes);
+    let r = post(s.addr, "/v1/completions", &[("x-long", &long)], &json!({"prompt": "x"})).await;
+    assert_eq!((r.status, r.verdict()["verdict"].as_str()), (431, Some("native")));
+    assert_eq!(get(s.addr, "/nowhere").await.status, 404);
+    assert_eq!(get(s.addr, "/readyz").await.status, 200);
+}
+
+#[tokio::test]
+async fn a_lost_decoder_is_tried_again_once() {
+    let s = Stack::plain(Script { lose_connection: 1, ..Script::saying(&["ok"]) }).await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    assert_eq!(r.status, 200, "{r:?}");
+    assert_eq!(r.json()["choices"][0]["text"], "ok");
+    let s = Stack::plain(Script { lose_connection: 2, ..Script::saying(&["ok"]) }).await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    assert_eq!((r.status, r.json()["error"]["code"].as_str()), (503, Some("decode_worker_lost")), "{r:?}");
+}
+
+#[tokio::test]
+async fn draining_finishes_running_answers_and_refuses_new_ones() {
+    let slow =
+        Script { token_delay: Duration::from_millis(50), ..Script::saying(&["a", "b", "c", "d", "e", "f"]) };
+    let s = Stack::plain(slow).await;
+    let mut open = stream(s.addr, "/v1/completions", &[], &completion(&json!({"stream": true}))).await;
+    open.wait_for("data: ").await;
+    s.shutdown.cancel();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    assert_eq!((r.status, r.verdict()["reason"].as_str()), (503, Some("shutting_down")), "{r:?}");
+    open.wait_for("data: [DONE]").await;
+}
+
+#[tokio::test]
+async fn too_many_requests_are_told_so() {
+    let s = Stack::start(Script { endless: true, ..Script::saying(&["a"]) }, |settings| {
+        settings.max_in_flight = 1
+    })
+    .await;
+    let mut open =
+        stream(s.addr, "/v1/completions", &[], &completion(&json!({"stream": true, "max_tokens": 9999})))
+            .await;
+    open.wait_for("data: ").await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    assert_eq!((r.status, r.header("retry-after").as_deref()), (429, Some("1")), "{r:?}");
+}
+
+#[tokio::test]
+async fn keys_are_asked_for_when_there_are_any() {
+    let key = ApiKey { name: "me".into(), digest: *blake3::hash(b"sk-0123456789abcdef").as_bytes() };
+    let s = Stack::start(Script::saying(&["a"]), |settings| settings.api_keys = vec![key]).await;
+    let body = completion(&json!({}));
+    let r = post(s.addr, "/v1/completions", &[], &body).await;
+    assert_eq!((r.status, r.verdict()["reason"].as_str()), (401, Some("unauthorized")));
+    let r = post(s.addr, "/v1/completions", &[("authorization", "Bearer sk-0123456789abcdef")], &body).await;
+    assert_eq!(r.status, 200);
+    assert_eq!((get(s.addr, "/v1/models").await.status, get(s.addr, "/healthz").await.status), (401, 200));
+}
