@@ -1,0 +1,210 @@
+//! A decode worker without an engine: it answers every prompt with the same script.
+
+use super::Server;
+use shared::control::{
+    ConnectionId, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats, FinishReason, Handler, Hello,
+    Rates, Responder, Role, TransferOffer, WorkerError,
+};
+use shared::hexbytes::Hex;
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
+
+/// One thing that the fake does while it answers.
+#[derive(Debug, Clone)]
+pub enum Step {
+    /// Waits.
+    Pause(Duration),
+    /// Says that the prompt is in, all of it computed here.
+    Started,
+    /// Sends tokens.
+    Tokens(Vec<u32>),
+    /// Ends well.
+    Finished(FinishReason),
+    /// Ends badly.
+    Error(WorkerError),
+    /// Closes every control connection.
+    Vanish,
+    /// Never says anything again.
+    Silence,
+}
+
+/// The fake worker.
+pub struct FakeDecode {
+    /// Its server.
+    pub server: Server,
+    state: Arc<State>,
+}
+
+struct State {
+    hello: Hello,
+    script: Mutex<Vec<Step>>,
+    prompts: Mutex<HashMap<String, usize>>,
+    running: Mutex<HashMap<String, CancellationToken>>,
+    cancelled: Mutex<Vec<(String, Instant)>>,
+    aborted: Mutex<Vec<(String, Instant)>>,
+    generated: Mutex<Vec<Instant>>,
+    vanish: CancellationToken,
+}
+
+impl FakeDecode {
+    /// Starts it for a model, with the script of every answer.
+    pub async fn start(model: &Path, script: Vec<Step>) -> Self {
+        let cache = super::invented_cache(crate::tiny::LAYERS, "127.0.0.1:9");
+        let vanish = CancellationToken::new();
+        let state = Arc::new(State {
+            hello: super::hello(model, Role::Decode, Some(cache)),
+            script: Mutex::new(script),
+            prompts: Mutex::default(),
+            running: Mutex::default(),
+            cancelled: Mutex::default(),
+            aborted: Mutex::default(),
+            generated: Mutex::default(),
+            vanish: vanish.clone(),
+        });
+        let server = Server::start("127.0.0.1:0", state.clone()).await;
+        let shutdown = server.shutdown.clone();
+        tokio::spawn(async move {
+            vanish.cancelled().await;
+            shutdown.cancel();
+        });
+        Self { server, state }
+    }
+
+    /// Replaces the script.
+    pub fn play(&self, script: Vec<Step>) {
+        *self.state.script.lock().unwrap() = script;
+    }
+
+    /// Requests that were cancelled, and when.
+    #[must_use]
+    pub fn cancelled(&self) -> Vec<(String, Instant)> {
+        self.state.cancelled.lock().unwrap().clone()
+    }
+
+    /// Requests whose transfer was aborted, and when.
+    #[must_use]
+    pub fn aborted(&self) -> Vec<(String, Instant)> {
+        self.state.aborted.lock().unwrap().clone()
+    }
+
+    /// When each `generate` came.
+    #[must_use]
+    pub fn generated(&self) -> Vec<Instant> {
+        self.state.generated.lock().unwrap().clone()
+    }
+}
+
+impl Handler for State {
+    type Request = DecodeRequest;
+    type Event = DecodeEvent;
+
+    fn hello(&self) -> Hello {
+        self.hello.clone()
+    }
+
+    async fn handle(&self, _: ConnectionId, request: DecodeRequest, responder: Responder<DecodeEvent>) {
+        match request {
+            DecodeRequest::Prepare { request_id, tokens } => {
+                self.prompts.lock().unwrap().insert(request_id, tokens.len());
+                let prepared =
+                    DecodeEvent::Prepared { resident_tokens: 0, queue: 0, rates: Rates::default() };
+                responder.send(&prepared).await;
+            }
+            DecodeRequest::OpenTransfer { token_start, token_end, .. } => {
+                let bulk_addr = "127.0.0.1:9".to_owned();
+                let offer = TransferOffer {
+                    transfer_id: Hex::random(),
+                    ticket: Hex::random(),
+                    bulk_addr,
+                    token_start,
+                    token_end,
+                };
+                responder.send(&DecodeEvent::Offer(offer)).await;
+            }
+            DecodeRequest::AbortTransfer { request_id, .. } => {
+                self.aborted.lock().unwrap().push((request_id, Instant::now()));
+            }
+            DecodeRequest::Cancel { request_id } => {
+                if let Some(token) = self.running.lock().unwrap().remove(&request_id) {
+                    token.cancel();
+                }
+                self.cancelled.lock().unwrap().push((request_id, Instant::now()));
+            }
+            DecodeRequest::Generate(spec) => {
+                self.generated.lock().unwrap().push(Instant::now());
+                let prompt = self.prompts.lock().unwrap().get(&spec.request_id).copied().unwrap_or(1);
+                let cancel = CancellationToken::new();
+                self.running.lock().unwrap().insert(spec.request_id, cancel.clone());
+                let script = self.script.lock().unwrap().clone();
+                let vanish = self.vanish.clone();
+                tokio::spawn(async move {
+                    tokio::select! {
+                        () = cancel.cancelled() => {}
+                        () = answer(script, prompt, responder, vanish) => {}
+                    }
+                });
+            }
+            DecodeRequest::GetStats => {
+                responder.send(&DecodeEvent::Stats(DecodeStats::default())).await;
+            }
+            _ => {}
+        }
+    }
+
+    async fn disconnected(&self, _: ConnectionId) {}
+}
+
+async fn answer(
+    script: Vec<Step>,
+    prompt: usize,
+    responder: Responder<DecodeEvent>,
+    vanish: CancellationToken,
+) {
+    let mut sent = 0;
+    for step in script {
+        let event = match step {
+            Step::Pause(time) => {
+                tokio::time::sleep(time).await;
+                continue;
+            }
+            Step::Vanish => {
+                vanish.cancel();
+                return;
+            }
+            Step::Silence => return std::future::pending().await,
+            Step::Started => DecodeEvent::Started(Box::new(receipt(prompt))),
+            Step::Tokens(ids) => {
+                sent += ids.len();
+                DecodeEvent::Token { ids }
+            }
+            Step::Finished(reason) => DecodeEvent::Finished {
+                reason,
+                completion_tokens: u32::try_from(sent).unwrap(),
+                decode_ms: 1.0,
+            },
+            Step::Error(error) => DecodeEvent::Error(error),
+        };
+        responder.send(&event).await;
+    }
+}
+
+fn receipt(prompt: usize) -> DecodeReceipt {
+    let prompt = u32::try_from(prompt).unwrap();
+    DecodeReceipt {
+        prompt_tokens: prompt,
+        cached_tokens: 0,
+        bridged_tokens: 0,
+        native_tokens: prompt,
+        blocks: 0,
+        payload_bytes: 0,
+        digest: None,
+        transfer_failure: None,
+        queue_ms: 0.0,
+        wait_ms: 0.0,
+        ingest_ms: 0.0,
+        prefill_ms: 0.0,
+    }
+}

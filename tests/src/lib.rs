@@ -1,0 +1,22 @@
+//! Support for the end-to-end tests: real processes, scripted workers on the real wire, HTTP and SSE clients.
+//!
+//! The tests under `tests/tests` start the release binaries, so `cargo build --release` comes first
+//! (`make test` does both).
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "everything here runs inside a test, which fails by panicking"
+)]
+
+pub mod bulk;
+pub mod decoder;
+pub mod fakes;
+pub mod golden;
+pub mod http;
+pub mod paths;
+pub mod process;
+pub mod scene;
+pub mod stack;
+pub mod tiny;
+pub mod wait;
