@@ -8,6 +8,7 @@ use decode_worker::mlx::{LoadOptions, MlxModel};
 use decode_worker::server::{Decoder, Parts};
 use decode_worker::settings::{CommandLine, Settings};
 use decode_worker::store::PrefixStore;
+use shared::angles::SinCos;
 use shared::control::{CacheIdentity, Hello, KvRecipe, PROTOCOL_VERSION, Rates, Role, RopeRecipe, serve};
 use shared::hexbytes::Hex;
 use shared::keys::BlockKey;
@@ -95,6 +96,7 @@ struct Loaded {
 struct About {
     layout: CacheLayout,
     inv_freq: Vec<f32>,
+    sin_cos: SinCos,
     summation_runs: Vec<u32>,
     device: &'static str,
 }
@@ -115,7 +117,8 @@ async fn load(settings: &Settings) -> Result<Loaded, Failure> {
         let mlx = MlxModel::load(&weights.0, &*weights.1, &options).map_err(EngineError::from)?;
         let (layout, inv_freq, device) = (mlx.layout(block_tokens), mlx.rope_inv_freq(), mlx.device());
         let summation_runs = mlx.summation_runs().map_err(EngineError::from)?;
-        Ok((mlx, About { layout, inv_freq, summation_runs, device }))
+        let sin_cos = mlx.sin_cos().map_err(EngineError::from)?;
+        Ok((mlx, About { layout, inv_freq, sin_cos, summation_runs, device }))
     })
     .await?;
     about.layout.validate().map_err(|e| SettingsError::value("decode.block_tokens", e))?;
@@ -132,7 +135,7 @@ fn assemble(settings: &Settings, loaded: Loaded, bulk: SocketAddr) -> (Decoder, 
         Expected { fingerprint, layout: Arc::new(about.layout.clone()), layout_digest: Hex(layout_digest) };
     let transfers = Transfers::new(expected, bulk_addr.clone());
     let recipe = KvRecipe {
-        rope: RopeRecipe { inv_freq: about.inv_freq },
+        rope: RopeRecipe { inv_freq: about.inv_freq, sin_cos: about.sin_cos },
         projection_digests: projections,
         summation_runs: about.summation_runs,
     };

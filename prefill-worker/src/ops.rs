@@ -19,6 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use shared::angles::SinCos;
 use shared::layout::Dtype;
 use shared::weights::HostTensor;
 
@@ -282,6 +283,10 @@ pub trait Ops: Send + 'static {
     /// Takes note of the decoder's order of summation for the products that make keys and values
     /// ([`shared::control::KvRecipe::summation_runs`]; empty when unknown). A backend that can't follow it ignores it.
     fn follow_summation(&mut self, _runs: &[usize]) {}
+
+    /// Takes note of how the decoder's device computes cosines and sines, for every later [`Ops::upload_rope`]. A
+    /// backend that can't follow it ignores it.
+    fn follow_sin_cos(&mut self, _sin_cos: SinCos) {}
 
     /// As [`Ops::linear`] without accumulating, for a product that makes keys and values: in the decoder's order of
     /// summation, where this backend can follow it.

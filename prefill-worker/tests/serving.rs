@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use prefill_worker::engine::{Engine, EngineOptions};
 use prefill_worker::server::{Parts, Server};
+use shared::angles::SinCos;
 use shared::control::{
     CacheIdentity, ClusterKey, ConnectionId, ControlClient, DecodeEvent, DecodeRequest, Handler, Hello,
     Incoming, KvRecipe, PROTOCOL_VERSION, PairSpec, PrefillEvent, PrefillReport, PrefillRequest, PrefillSpec,
@@ -128,7 +129,7 @@ async fn scene_with(worker: Golden, dtype: Dtype, max_requests: usize) -> Scene 
         fingerprint: Hex([7; 32]),
         layout: layout.clone(),
         recipe: KvRecipe {
-            rope: RopeRecipe { inv_freq: golden.inv_freq.clone() },
+            rope: RopeRecipe { inv_freq: golden.inv_freq.clone(), sin_cos: SinCos::default() },
             projection_digests: digests(&golden).into_iter().map(Hex).collect(),
             summation_runs: vec![],
         },

@@ -1,12 +1,14 @@
 //! What two or more parts of pd-bridge need.
 //!
 //! - [`layout`], [`keys`]: what a decoder's cache is, and how its blocks are named
+//! - [`angles`]: cosines and sines of rotary angles to the last bit
 //! - [`wire`], [`transport`]: cache frames and how they move
 //! - [`control`]: messages between gateway and workers
 //! - [`spec`], [`weights`], [`tokenizer`], [`template`], [`model`]: models on disk
 //! - [`verdict`]: what is said to the client
 //! - [`settings`]: reading configuration the same way everywhere
 
+pub mod angles;
 pub mod control;
 pub mod hexbytes;
 pub mod keys;

@@ -21,6 +21,7 @@ mod smollm2;
 
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Device, memory};
+use shared::angles::SinCos;
 use shared::layout::{CacheLayout, Dtype, LayerCache};
 use shared::spec::ModelSpec;
 use shared::weights::{TensorFormat, TensorSource};
@@ -129,6 +130,14 @@ impl MlxModel {
     #[must_use]
     pub fn rope_inv_freq(&self) -> Vec<f32> {
         self.inv_freq.clone()
+    }
+
+    /// How this device computes cosines and sines of rotary angles, measured.
+    ///
+    /// # Errors
+    /// MLX's own failures.
+    pub fn sin_cos(&self) -> Result<SinCos, MlxError> {
+        self.rope.sin_cos(&self.inv_freq)
     }
 
     /// The order in which this device sums a K/V projection's terms, measured: see

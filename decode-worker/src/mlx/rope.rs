@@ -8,6 +8,7 @@
 //! with IEEE division on both sides.
 
 use mlx_rs::{Array, fast, ops};
+use shared::angles::SinCos;
 use shared::spec::{RopeScaling, RopeSpec};
 
 use super::MlxError;
@@ -62,6 +63,26 @@ impl Rope {
             }
             Frequencies::Table(table) => fast::rope(x, self.dims, false, None, 1.0, offset, table)?,
         })
+    }
+
+    /// Which way of computing cosines and sines reproduces this device's rotation bit for bit, or the exact one if
+    /// none does. `inv_freq` is [`Rope::inv_freq`].
+    pub(super) fn sin_cos(&self, inv_freq: &[f32]) -> Result<SinCos, MlxError> {
+        let half = inv_freq.len();
+        // Heads of ones, then zeros: rotated, their halves are exactly cos θ and sin θ.
+        let unit: Vec<f32> = (0..2 * half).map(|i| if i < half { 1.0 } else { 0.0 }).collect();
+        let x = Array::from_slice(&unit, &[1, 1, 1, self.dims]);
+        let mut fitting = SinCos::ALL.to_vec();
+        for position in [1, 2, 77, 255, 1_023, 2_500, 8_191] {
+            let rotated = array_to_f32(&self.apply(&x, position)?)?;
+            fitting.retain(|kind| {
+                inv_freq.iter().enumerate().all(|(i, f)| {
+                    let (cos, sin) = kind.cos_sin(position as f32 * f);
+                    (cos, sin) == (rotated[i], rotated[half + i])
+                })
+            });
+        }
+        Ok(fitting.first().copied().unwrap_or_default())
     }
 
     /// Radians per position, `[dims / 2]`, as the device computes them.

@@ -2,6 +2,7 @@
 
 use crate::fleet::{Address, fixed_address};
 use parking_lot::Mutex;
+use shared::angles::SinCos;
 use shared::control::{
     CacheIdentity, ClusterKey, ConnectionId, DecodeEvent, DecodeReceipt, DecodeRequest, FinishReason,
     GenerateSpec, Handler, Hello, KvRecipe, PROTOCOL_VERSION, PrefillEvent, PrefillReport, PrefillRequest,
@@ -149,7 +150,7 @@ impl Workers {
             fingerprint: Hex([1; 32]),
             layout: CacheLayout::uniform(2, layer, 16),
             recipe: KvRecipe {
-                rope: RopeRecipe { inv_freq: vec![1.0; 8] },
+                rope: RopeRecipe { inv_freq: vec![1.0; 8], sin_cos: SinCos::default() },
                 projection_digests: vec![Hex([0; 32]); 2],
                 summation_runs: vec![],
             },

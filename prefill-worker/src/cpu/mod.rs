@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use pulp::Arch;
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use shared::angles::SinCos;
 use shared::weights::HostTensor;
 
 pub use cache::{CpuCache, CpuSaved};
@@ -37,6 +38,7 @@ pub struct CpuOps {
     attention: attention::Scratch,
     /// The decoder's order of summation in products that make keys and values.
     summation_runs: Vec<usize>,
+    sin_cos: SinCos,
 }
 
 /// A weight in f32.
@@ -71,7 +73,14 @@ impl CpuOps {
         let threads = pool.current_num_threads();
         let arch = Arch::new();
         let attention = attention::Scratch::new(arch, threads);
-        Ok(Self { pool: Arc::new(pool), arch, threads, attention, summation_runs: Vec::new() })
+        Ok(Self {
+            pool: Arc::new(pool),
+            arch,
+            threads,
+            attention,
+            summation_runs: Vec::new(),
+            sin_cos: SinCos::default(),
+        })
     }
 }
 
@@ -120,7 +129,7 @@ impl Ops for CpuOps {
     }
 
     fn upload_rope(&mut self, inv_freq: &[f32]) -> Result<CpuRope, OpsError> {
-        Ok(CpuRope::new(inv_freq))
+        Ok(CpuRope::new(inv_freq, self.sin_cos))
     }
 
     fn buffer(&mut self, rows: usize, columns: usize) -> Result<CpuBuffer, OpsError> {
@@ -184,6 +193,10 @@ impl Ops for CpuOps {
         if self.summation_runs != runs {
             self.summation_runs = runs.to_vec();
         }
+    }
+
+    fn follow_sin_cos(&mut self, sin_cos: SinCos) {
+        self.sin_cos = sin_cos;
     }
 
     fn linear_keys_values(

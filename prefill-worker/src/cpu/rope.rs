@@ -4,6 +4,8 @@ use std::sync::OnceLock;
 
 use rayon::prelude::*;
 
+use shared::angles::SinCos;
+
 use super::cache::CpuCache;
 use crate::ops::{At, Heads};
 
@@ -15,25 +17,26 @@ const MAX_PAGES: usize = 65_536;
 /// Frequencies, and cosines and sines of the positions met so far.
 pub struct CpuRope {
     inv_freq: Vec<f32>,
+    sin_cos: SinCos,
     pages: Vec<OnceLock<Vec<[f32; 2]>>>,
 }
 
 impl CpuRope {
-    pub(super) fn new(inv_freq: &[f32]) -> Self {
-        Self { inv_freq: inv_freq.to_vec(), pages: (0..MAX_PAGES).map(|_| OnceLock::new()).collect() }
+    pub(super) fn new(inv_freq: &[f32], sin_cos: SinCos) -> Self {
+        let pages = (0..MAX_PAGES).map(|_| OnceLock::new()).collect();
+        Self { inv_freq: inv_freq.to_vec(), sin_cos, pages }
     }
 
     /// `[cos, sin]` of one position, one pair per frequency.
     ///
-    /// The angle is `position * inv_freq` rounded to f32, as MLX makes it; its cosine and sine are taken in f64 and
-    /// rounded once.
+    /// The angle is `position * inv_freq` rounded to f32, as MLX makes it; its cosine and sine are the decoder's.
     fn angles(&self, position: usize) -> &[[f32; 2]] {
         let page = self.pages[position / PAGE_POSITIONS].get_or_init(|| {
             let first = position / PAGE_POSITIONS * PAGE_POSITIONS;
-            let angle = |p: usize, f: f32| f64::from(p as f32 * f);
+            let angle = |p: usize, f: f32| p as f32 * f;
             (first..first + PAGE_POSITIONS)
                 .flat_map(|p| self.inv_freq.iter().map(move |&f| angle(p, f)))
-                .map(|theta| [theta.cos() as f32, theta.sin() as f32])
+                .map(|theta| self.sin_cos.cos_sin(theta).into())
                 .collect()
         });
         let half = self.inv_freq.len();
@@ -101,7 +104,7 @@ mod tests {
 
     #[test]
     fn angles_are_those_of_f32_theta() {
-        let rope = CpuRope::new(&[1.0, 0.1, 0.003]);
+        let rope = CpuRope::new(&[1.0, 0.1, 0.003], SinCos::Rounded);
         for p in [0usize, 1, 255, 256, 8191] {
             for (i, f) in [1.0f32, 0.1, 0.003].into_iter().enumerate() {
                 let theta = f64::from(p as f32 * f);
@@ -112,7 +115,7 @@ mod tests {
 
     #[test]
     fn rotation_keeps_the_norm_and_position_zero_is_identity() {
-        let rope = CpuRope::new(&[1.0, 0.01]);
+        let rope = CpuRope::new(&[1.0, 0.01], SinCos::Rounded);
         let mut head = [1.0, 2.0, 3.0, 4.0];
         rotate(&mut head, rope.angles(0));
         assert_eq!(head, [1.0, 2.0, 3.0, 4.0]);

@@ -88,6 +88,7 @@ impl<O: Ops> Decoders<O> {
         let sources = sources.collect::<Result<Vec<_>, _>>()?;
         let heads = forward.heads();
         let KvRecipe { rope, summation_runs, .. } = &cache.recipe;
+        forward.ops.follow_sin_cos(rope.sin_cos);
         let reconstruct = FullKv::new(&mut forward.ops, heads, &rope.inv_freq, sources).map_err(engine)?;
         let reconstruct = reconstruct.summed_in(summation_runs);
         let foreign = reconstruct.foreign_layers();
@@ -154,6 +155,7 @@ fn recipe_digest(recipe: &KvRecipe) -> [u8; 32] {
     for frequency in &recipe.rope.inv_freq {
         hasher.update(&frequency.to_le_bytes());
     }
+    hasher.update(format!("{:?}", recipe.rope.sin_cos).as_bytes());
     for digest in &recipe.projection_digests {
         hasher.update(&digest.0);
     }

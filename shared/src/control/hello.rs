@@ -1,5 +1,6 @@
 //! What a worker says of itself when a control connection opens.
 
+use crate::angles::SinCos;
 use crate::hexbytes::Hex;
 use crate::layout::CacheLayout;
 use serde::{Deserialize, Serialize};
@@ -80,6 +81,9 @@ pub struct KvRecipe {
 pub struct RopeRecipe {
     /// The f32 inverse frequencies that the decoder's device uses, `head_dim / 2` values.
     pub inv_freq: Vec<f32>,
+    /// How the decoder's device computes `cos θ` and `sin θ`.
+    #[serde(default)]
+    pub sin_cos: SinCos,
 }
 
 /// Measured speeds; 0 where nothing was measured yet.

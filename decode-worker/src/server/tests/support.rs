@@ -3,6 +3,7 @@
 use super::super::*;
 use crate::engine::testing::{BLOCK_TOKENS, TestEngine, VOCAB, layout};
 use crate::ingest::{Expected, serve_bulk};
+use shared::angles::SinCos;
 use shared::control::{
     CacheIdentity, ClusterKey, ControlClient, DecodeReceipt, EventStream, FinishReason, GenerateSpec,
     Incoming, KvRecipe, PROTOCOL_VERSION, Rates, Require, Role, RopeRecipe, Sampling, TransferOffer, serve,
@@ -72,7 +73,7 @@ pub(super) async fn bench(pass: Duration) -> Bench {
                 fingerprint,
                 layout: layout(),
                 recipe: KvRecipe {
-                    rope: RopeRecipe { inv_freq: vec![] },
+                    rope: RopeRecipe { inv_freq: vec![], sin_cos: SinCos::default() },
                     projection_digests: vec![],
                     summation_runs: vec![],
                 },
