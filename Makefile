@@ -2,8 +2,9 @@
 
 MODEL ?= .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PORT  ?= 8000
+PROMPT ?= shared/docs/ARCHITECTURE.md
 
-.PHONY: help setup build run test bench-ttft clean
+.PHONY: help setup build run test bench-ttft verify clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -17,14 +18,18 @@ build: setup ## release binaries in target/release
 run: build ## all three processes on this machine: make run MODEL=… PORT=…
 	@deploy/setup/run.sh "$(MODEL)" "$(PORT)"
 
-test: setup ## formatting, lints, unit and end-to-end tests
+test: build ## formatting, lints, unit and end-to-end tests
 	cargo fmt --all --check
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	cargo build --release --workspace --bins
 	cargo test --release --workspace
 
 bench-ttft: build ## time to first token, native against bridged
 	@deploy/bench/ttft.py --model "$(MODEL)" $(BENCH_ARGS)
 
+verify: build ## is the bridged cache the decoder's own? make verify PROMPT=FILE
+	target/release/pd-bridge verify --model "$(MODEL)" --prompt-file "$(PROMPT)" --cache-dtype f16
+
 clean: ## build products (keeps what setup fetched; remove .cache for that)
 	cargo clean
+
+include deploy/gpu/gpu.mk

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that this project claims about a GPU, measured in one go on the machine it runs on. Takes about five
+# Everything that this project claims about a GPU, measured in one go on the machine it runs on. Takes about six
 # minutes on an H200. Results go to standard output, single values to ./results (or the folder in RESULTS).
 #
 # MODEL=path   also compares the cache arrays of a real model on the GPU with the CPU backend's
@@ -39,10 +39,13 @@ section "against transformers + SDPA, alternating"
 attempt "$PYTHON" compare_transformers.py --shape llama-3.1-8b --tokens 2048,8192,32768 --precisions bf16,fp8 --json "$RESULTS/llama.json"
 attempt "$PYTHON" compare_transformers.py --shape llama-3.1-8b --tokens 131072 --runs 3 --json "$RESULTS/llama-128k.json"
 attempt "$PYTHON" compare_transformers.py --shape smollm2-135m --tokens 2048 --json "$RESULTS/smollm2.json"
+attempt "$PYTHON" compare_transformers.py --shape qwen2.5-7b --tokens 8192 --json "$RESULTS/qwen.json"
 
 section "stages and memory"
 attempt ./pd-prefill bench --shape llama-3.1-8b --tokens 2048,8192,32768 | tee "$RESULTS/stages.txt"
-attempt ./pd-prefill bench --shape llama-3.1-8b --tokens 131072 --runs 1 | tee -a "$RESULTS/stages.txt"
+attempt ./pd-prefill bench --shape llama-3.1-8b --tokens 131072 --runs 1 --sink tcp | tee -a "$RESULTS/stages.txt"
+echo "with the decoder's own key and value projections in every layer"
+attempt ./pd-prefill bench --shape llama-3.1-8b --tokens 8192 --decoder-projections | tee -a "$RESULTS/stages.txt"
 
 if [[ -n ${MODEL:-} ]]; then
   section "cache arrays of a real model, GPU against CPU"

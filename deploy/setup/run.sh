@@ -22,10 +22,9 @@ main() {
 suggest() {
   cat <<TEXT
 
-Try, in another terminal (the header X-PD-Bridge says who read the prompt):
+Try, in another terminal (the header X-PD-Bridge says who read the prompt: a long one goes over the bridge):
 
-  curl -N -i http://127.0.0.1:$PORT/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+  curl -N -i http://127.0.0.1:$PORT/v1/chat/completions -H 'content-type: application/json' -d @deploy/example-request.json
 
 TEXT
 }

@@ -20,9 +20,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Rounds per point (`PD_TEST_FAULT_ROUNDS`).
+fn setting(name: &str, default: usize) -> usize {
+    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+}
+
+/// Rounds per point.
 fn rounds() -> usize {
-    std::env::var("PD_TEST_FAULT_ROUNDS").ok().and_then(|v| v.parse().ok()).unwrap_or(2)
+    setting("PD_TEST_FAULT_ROUNDS", 2)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -190,7 +194,7 @@ async fn a_worker_killed_at_any_point_gives_a_right_answer_or_one_error() {
 #[tokio::test(flavor = "multi_thread")]
 async fn field_09_a_thousand_abandoned_requests_leave_nothing() {
     const WARM_UP: usize = 200;
-    const REQUESTS: usize = 1000;
+    let requests = setting("PD_TEST_ABANDONED", 1000);
     let scene = Scene::with(&["--store-bytes", "8000000"], &["--prefix-cache-bytes", "8000000"]).await;
     let decoder = scene.decode.decoder().await;
     let abandon = |n: usize| {
@@ -232,7 +236,7 @@ async fn field_09_a_thousand_abandoned_requests_leave_nothing() {
             .map(|p| (p.memory_bytes("VmRSS").unwrap_or(0), p.sockets().unwrap_or(0)))
     };
     let before = measure();
-    for _ in 0..REQUESTS / 20 {
+    for _ in 0..requests / 20 {
         abandon(20).await;
     }
     quiet().await;

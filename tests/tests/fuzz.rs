@@ -15,6 +15,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use shared::angles::SinCos;
 use shared::control::{
     CacheIdentity, DecodeEvent, DecodeRequest, Envelope, GenerateSpec, Hello, KvRecipe, PairSpec,
     PrefillEvent, PrefillRequest, PrefillSpec, Rates, Require, Role, RopeRecipe, Sampling, TransferOffer,
@@ -293,7 +294,7 @@ fn decoder_hello() -> Hello {
             fingerprint: Hex([2; 32]),
             layout: layout(),
             recipe: KvRecipe {
-                rope: RopeRecipe { inv_freq: vec![1.0, 0.5] },
+                rope: RopeRecipe { inv_freq: vec![1.0, 0.5], sin_cos: SinCos::CephesFused },
                 projection_digests: vec![Hex([3; 32])],
                 summation_runs: vec![288, 288],
             },

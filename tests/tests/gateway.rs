@@ -308,3 +308,27 @@ async fn bad_requests_have_a_verdict_and_an_openai_error() {
         assert_eq!(reply.status, 400);
     }
 }
+
+#[tokio::test]
+async fn field_25_senseless_messages_are_400() {
+    let (_decode, gateway) = alone(whole("ok")).await;
+    let bad = [
+        json!([]),
+        json!([{"role": "user"}]),
+        json!([{"role": 7, "content": "x"}]),
+        json!([{"role": "user", "content": {"text": "x"}}]),
+        json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost/x"}}]}]),
+        json!(["x"]),
+        json!(null),
+    ];
+    for messages in bad {
+        let body = json!({"messages": messages, "max_tokens": 2});
+        let reply = post(&gateway.addr, "/v1/chat/completions", &[], &body).await;
+        assert_eq!(reply.status, 400, "{body}: {}", String::from_utf8_lossy(&reply.body));
+        assert!(reply.json()["error"]["message"].is_string());
+    }
+    // Parts of text are text.
+    let body =
+        json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2});
+    assert_eq!(post(&gateway.addr, "/v1/chat/completions", &[], &body).await.status, 200);
+}

@@ -10,6 +10,7 @@ use pd_tests::{tiny, wait};
 use shared::verdict::VerdictKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 fn strings(args: &[&str]) -> Vec<String> {
     args.iter().map(|s| (*s).to_owned()).collect()
@@ -127,6 +128,7 @@ fn up(extra: &[&str]) -> (Process, String) {
 }
 
 #[tokio::test]
+#[cfg_attr(not(target_os = "linux"), ignore = "finds children through /proc")]
 async fn up_is_ready_when_it_says_so_and_leaves_nothing_when_stopped() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let (mut process, addr) = up(&[]);
@@ -150,6 +152,7 @@ async fn up_is_ready_when_it_says_so_and_leaves_nothing_when_stopped() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(target_os = "linux"), ignore = "finds children through /proc")]
 async fn up_leaves_no_orphans_when_it_is_killed() {
     let (mut process, _) = up(&[]);
     let children = descendants(process.pid());
@@ -162,6 +165,7 @@ async fn up_leaves_no_orphans_when_it_is_killed() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(target_os = "linux"), ignore = "finds children through /proc")]
 async fn up_restarts_a_worker_that_dies() {
     let (process, addr) = up(&[]);
     for _ in 0..2 {
@@ -207,13 +211,34 @@ async fn a_taken_port_is_said_before_anything_starts() {
 }
 
 #[tokio::test]
-async fn limits_of_the_front_door_hold() {
-    let (_process, addr) = up(&["--max-body-bytes", "20000", "--max-header-bytes", "8192"]);
+async fn field_24_slow_and_giant_requests_are_cut_off() {
+    let limits =
+        ["--max-body-bytes", "20000", "--max-header-bytes", "8192", "--header-read-timeout-ms", "500"];
+    let (process, addr) = up(&limits);
     let reply = post(&addr, "/v1/completions", &[], &completion(&"x".repeat(30_000), 1)).await;
     assert_eq!(reply.status, 413);
     let long = "y".repeat(20_000);
     let reply =
         http::send(&addr, "POST", "/v1/completions", &[("x-long", &long)], Some(&completion("x", 1))).await;
-    assert!(reply.is_err() || reply.unwrap().status == 431);
+    assert_eq!(reply.unwrap().status, 431);
+    let mut slow = vec![];
+    for _ in 0..50 {
+        let mut stream = tokio::net::TcpStream::connect(&addr).await.unwrap();
+        stream.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-drip: ").await.unwrap();
+        slow.push(stream);
+    }
     assert_eq!(get(&addr, "/healthz").await.status, 200);
+    for mut stream in slow {
+        let mut rest = vec![];
+        let closed = tokio::time::timeout(Duration::from_secs(5), stream.read_to_end(&mut rest)).await;
+        assert!(closed.is_ok(), "still open");
+    }
+    // A body that is announced and never sent holds its connection only.
+    let mut stream = tokio::net::TcpStream::connect(&addr).await.unwrap();
+    stream
+        .write_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n{")
+        .await
+        .unwrap();
+    assert_eq!(get(&addr, "/healthz").await.status, 200);
+    drop((stream, process));
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::{ToolError, say};
-use crate::cuda::{CheckReport, CudaOptions, check_compile, check_device};
+use crate::cuda::{CheckReport, CheckScope, CudaOptions, check_compile, check_device};
 
 /// Arguments of `check-kernels`.
 #[derive(Debug, Args)]
@@ -25,6 +25,9 @@ pub struct CheckKernelsArgs {
     /// Small shapes only, for use under a memory checker.
     #[arg(long)]
     quick: bool,
+    /// Leave out what runs through cublasLt, for use under a race checker.
+    #[arg(long)]
+    own_kernels_only: bool,
     /// Seed of the random inputs; another one every time if left out.
     #[arg(long)]
     seed: Option<u64>,
@@ -43,7 +46,8 @@ pub(super) fn run(args: &CheckKernelsArgs) -> Result<(), ToolError> {
         let seed = args.seed.unwrap_or_else(rand::random);
         say(&format!("seed {seed}"))?;
         let options = CudaOptions { library_dirs: args.nvrtc_dir.clone(), ..CudaOptions::default() };
-        outcome = check_device(&options, seed, args.quick, &mut reports);
+        let scope = CheckScope { quick: args.quick, own_kernels_only: args.own_kernels_only };
+        outcome = check_device(&options, seed, scope, &mut reports);
     }
     for report in &reports {
         say(&line(report, args.json)?)?;

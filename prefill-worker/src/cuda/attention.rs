@@ -230,7 +230,7 @@ impl Attention {
 }
 
 fn check(p: &Problem) -> Result<(), OpsError> {
-    let whole_groups = p.n_kv_heads > 0 && p.n_heads % p.n_kv_heads == 0;
+    let whole_groups = p.n_kv_heads > 0 && p.n_heads.is_multiple_of(p.n_kv_heads);
     if p.q_len == 0 || !whole_groups || p.q_start + p.q_len > p.capacity_tokens {
         return Err(OpsError::Shape(format!("attention over {p:?}")));
     }

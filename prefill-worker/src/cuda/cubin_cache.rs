@@ -30,10 +30,10 @@ impl CubinCache {
         let start = std::time::Instant::now();
         let cubin = nvrtc::compile(unit.name, &source, &options)?;
         tracing::debug!(unit = unit.name, ms = start.elapsed().as_millis(), "compiled");
-        if let Some(file) = file {
-            if let Err(error) = write(&file, &cubin) {
-                tracing::warn!(file = %file.display(), %error, "kernel cache not written");
-            }
+        if let Some(file) = file
+            && let Err(error) = write(&file, &cubin)
+        {
+            tracing::warn!(file = %file.display(), %error, "kernel cache not written");
         }
         Ok(cubin)
     }

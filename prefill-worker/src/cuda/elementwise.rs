@@ -58,7 +58,7 @@ pub(super) struct Planes {
 pub(super) struct Elementwise {
     device: Arc<Device>,
     embedding_gather: CudaFunction,
-    add_rms_norm: CudaFunction,
+    rms_norm: CudaFunction,
     rope_table: CudaFunction,
     rope_append: CudaFunction,
     swiglu: CudaFunction,
@@ -117,7 +117,7 @@ impl Elementwise {
     pub(super) fn load(device: &Arc<Device>, precision: Precision) -> Result<Self, OpsError> {
         let names = [
             "embedding_gather",
-            "add_rms_norm",
+            "rms_norm",
             "rope_table",
             "rope_append",
             "swiglu",
@@ -130,7 +130,7 @@ impl Elementwise {
         let loaded = device.kernels(&Unit::elementwise(precision), &names, 0)?;
         let [
             embedding_gather,
-            add_rms_norm,
+            rms_norm,
             rope_table,
             rope_append,
             swiglu,
@@ -144,7 +144,7 @@ impl Elementwise {
         Ok(Self {
             device: device.clone(),
             embedding_gather,
-            add_rms_norm,
+            rms_norm,
             rope_table,
             rope_append,
             swiglu,
@@ -175,11 +175,10 @@ impl Elementwise {
         )
     }
 
-    /// RMSNorm of f32 rows into elements; `delta` (elements, 0 for none) is added to `x` first.
+    /// RMSNorm of f32 rows into elements.
     pub(super) fn rms_norm(
         &self,
         x: u64,
-        delta: u64,
         weight: u64,
         out: u64,
         rows: usize,
@@ -189,11 +188,11 @@ impl Elementwise {
         // Four vectors of eight per thread cover 16,384 columns at 512 threads.
         let block =
             to_u32(hidden.div_ceil(8).div_ceil(if hidden > 4096 { 4 } else { 1 }).next_multiple_of(32));
-        if block > 512 || hidden % 8 != 0 {
+        if block > 512 || !hidden.is_multiple_of(8) {
             return Err(OpsError::Unsupported(format!("RMSNorm over {hidden} columns")));
         }
         let hidden = to_i32(hidden);
-        self.run(&self.add_rms_norm, Shape::rows(rows, block), arguments![x, delta, weight, out, hidden, eps])
+        self.run(&self.rms_norm, Shape::rows(rows, block), arguments![x, weight, out, hidden, eps])
     }
 
     /// Cosines and sines of `tokens` positions from `start`.

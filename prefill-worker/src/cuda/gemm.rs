@@ -17,10 +17,10 @@ use super::memory::{DeviceMemory, Ledger};
 use crate::ops::OpsError;
 
 /// Proposals asked of cublasLt for each shape.
-const PROPOSALS: usize = 8;
+const PROPOSALS: usize = 6;
 /// Timed runs of each proposal after one that warms it up. Proposals take turns, so that a clock that sinks while the
 /// device heats up treats them alike.
-const TIMED_RUNS: usize = 3;
+const TIMED_RUNS: usize = 2;
 /// Products with fewer tokens take the first proposal untimed.
 const TIMED_FROM_TOKENS: usize = 512;
 
@@ -138,11 +138,11 @@ impl Gemm {
             algorithm: unsafe { std::mem::zeroed() },
         };
         let class = Kind { tokens: kind.tokens.next_power_of_two(), ..kind };
-        if let Some(algorithm) = self.chosen.get(&class) {
-            if self.accepts(&plan, algorithm) {
-                plan.algorithm = *algorithm;
-                return Ok(plan);
-            }
+        if let Some(algorithm) = self.chosen.get(&class)
+            && self.accepts(&plan, algorithm)
+        {
+            plan.algorithm = *algorithm;
+            return Ok(plan);
         }
         // cublasLt refuses to propose for a descriptor whose bias or scales have no address yet.
         plan.descriptor.point(product)?;

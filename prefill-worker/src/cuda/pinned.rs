@@ -70,11 +70,11 @@ impl PinnedPool {
             if bytes > cut.slot_bytes && cut.taken == 0 {
                 *cut = Cut::new(self.region.bytes, bytes);
             }
-            if bytes <= cut.slot_bytes {
-                if let Some(offset) = cut.free.pop() {
-                    cut.taken += 1;
-                    return Ok(Slot { pool: self.clone(), offset });
-                }
+            if bytes <= cut.slot_bytes
+                && let Some(offset) = cut.free.pop()
+            {
+                cut.taken += 1;
+                return Ok(Slot { pool: self.clone(), offset });
             }
             self.changed.wait(&mut cut);
         }

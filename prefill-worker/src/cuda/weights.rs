@@ -18,7 +18,7 @@ pub struct Weight(pub(super) Stored);
 /// How it lies on the device.
 pub(super) enum Stored {
     /// `[rows, columns]` elements.
-    Linear(Linear),
+    Linear(Box<Linear>),
     /// `[columns]` f32.
     Norm { memory: DeviceMemory, columns: usize },
     /// `[vocab, hidden]` in its own format.
@@ -74,8 +74,8 @@ impl Packed {
 
 impl CudaOps {
     /// Uploads a linear layer, expanded where it fits and packed where it does not.
-    pub(super) fn store_linear(&mut self, linear: HostLinear) -> Result<Weight, OpsError> {
-        let (rows, columns) = shape(&linear)?;
+    pub(super) fn store_linear(&mut self, linear: &HostLinear) -> Result<Weight, OpsError> {
+        let (rows, columns) = shape(linear)?;
         let bias = self.store_bias(&linear.biases, rows)?;
         let can_pack = linear.weights.iter().all(|w| matches!(w, HostTensor::Affine { .. }));
         let packed =
@@ -95,7 +95,7 @@ impl CudaOps {
         if let Matrix::Packed(_) = &matrix {
             self.reserve_expansion(rows * columns * 2)?;
         }
-        Ok(Weight(Stored::Linear(Linear { rows, columns, matrix, bias })))
+        Ok(Weight(Stored::Linear(Box::new(Linear { rows, columns, matrix, bias }))))
     }
 
     /// A linear layer of normal random values, for benchmarks.
@@ -112,7 +112,7 @@ impl CudaOps {
         let zeros = [HostTensor::F32 { shape: vec![rows], data: vec![0.0; rows] }];
         let bias = self.store_bias(if bias { &zeros } else { &[] }, rows)?;
         let matrix = self.finish_dense(memory, rows, columns)?;
-        Ok(Weight(Stored::Linear(Linear { rows, columns, matrix, bias })))
+        Ok(Weight(Stored::Linear(Box::new(Linear { rows, columns, matrix, bias }))))
     }
 
     /// A norm weight of ones, for benchmarks.

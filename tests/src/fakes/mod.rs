@@ -8,6 +8,7 @@ pub use decode::{FakeDecode, Step};
 pub use prefill::{FakePrefill, Play};
 pub use relay::{Act, Meddle, Seen};
 
+use shared::angles::SinCos;
 use shared::control::{
     CacheIdentity, ClusterKey, Handler, Hello, KvRecipe, PROTOCOL_VERSION, Rates, Role, RopeRecipe, serve,
 };
@@ -73,7 +74,7 @@ fn invented_cache(n_layers: usize, bulk_addr: &str) -> CacheIdentity {
         fingerprint: Hex([9; 32]),
         layout: CacheLayout::uniform(n_layers, layer, 16),
         recipe: KvRecipe {
-            rope: RopeRecipe { inv_freq: vec![1.0; 8] },
+            rope: RopeRecipe { inv_freq: vec![1.0; 8], sin_cos: SinCos::default() },
             projection_digests: vec![Hex([0; 32]); n_layers],
             summation_runs: vec![],
         },

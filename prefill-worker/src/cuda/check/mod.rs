@@ -28,6 +28,15 @@ pub struct CheckReport {
     pub passed: bool,
 }
 
+/// What to leave out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CheckScope {
+    /// Small shapes only, for checkers that slow kernels down a thousandfold.
+    pub quick: bool,
+    /// Leave out what runs through cublasLt, whose own kernels alarm race checkers.
+    pub own_kernels_only: bool,
+}
+
 impl CheckReport {
     pub(super) fn new(name: String, error: f64, limit: f64) -> Self {
         Self { name, error, limit, passed: error <= limit }
@@ -52,21 +61,23 @@ pub fn check_compile(nvrtc_dirs: &[PathBuf], architectures: &[String]) -> Result
     Ok(reports)
 }
 
-/// Runs every kernel of the device against its reference and appends to `reports` as it goes. `quick` keeps to small
-/// shapes, for checkers that slow kernels down a thousandfold.
+/// Runs every kernel of the device against its reference and appends to `reports` as it goes.
 ///
 /// # Errors
 /// [`OpsError`] when the device itself fails; a wrong result is a report that did not pass.
 pub fn check_device(
     options: &CudaOptions,
     seed: u64,
-    quick: bool,
+    scope: CheckScope,
     reports: &mut Vec<CheckReport>,
 ) -> Result<(), OpsError> {
     for precision in [Precision::Bf16, Precision::F16] {
         let mut ops = CudaOps::open(&CudaOptions { precision, ..options.clone() })?;
         reports.extend(elementwise::check(&mut ops, seed)?);
-        reports.extend(attention::check(&mut ops, seed, quick)?);
+        reports.extend(attention::check(&mut ops, seed, scope.quick)?);
+        if scope.own_kernels_only {
+            continue;
+        }
         reports.extend(linear::check(&mut ops, seed)?);
         if precision == Precision::Bf16 && ops.facts().capability >= (8, 9) {
             drop(ops);

@@ -5,8 +5,8 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::super::CudaOps;
-use super::super::backend::widen;
 use super::super::elementwise::Format;
+use super::super::handles::widen;
 use super::super::memory::DeviceMemory;
 use crate::ops::OpsError;
 

@@ -1,4 +1,4 @@
-// Memory-bound kernels between the matrix products: embedding gather, RMSNorm with residual, RoPE with cache append,
+// Memory-bound kernels between the matrix products: embedding gather, RMSNorm, RoPE with cache append,
 // SwiGLU, cache layout and casts, affine dequantization, random fill.
 //
 // The residual stream is f32; what feeds a matrix product is a 16-bit element. Vectors are 8 elements (16 bytes):
@@ -50,9 +50,9 @@ extern "C" __global__ void embedding_gather(float* x, const void* table, const u
         x[(i64)blockIdx.x * hidden + c] = id < vocab ? load_format(table, (i64)id * hidden + c, format) : 0.0f;
 }
 
-// x += delta (when given); out = x / sqrt(mean(x^2) + eps) * weight. One block per row; hidden <= 8 * 4 * blockDim.x.
+// out = x / sqrt(mean(x^2) + eps) * weight. One block per row; hidden <= 8 * 4 * blockDim.x.
 extern "C" __global__ void __launch_bounds__(512)
-add_rms_norm(float* x, const u16* delta, const float* weight, u16* out, i32 hidden, float eps) {
+rms_norm(const float* x, const float* weight, u16* out, i32 hidden, float eps) {
     const i64 row = (i64)blockIdx.x * hidden;
     Vec8 held[4];
     float squares = 0.0f;
@@ -61,12 +61,6 @@ add_rms_norm(float* x, const u16* delta, const float* weight, u16* out, i32 hidd
         int c = (i * (int)blockDim.x + (int)threadIdx.x) * 8;
         if (c >= hidden) continue;
         held[i] = load8(x + row + c);
-        if (delta) {
-            Vec8 d = load8(delta + row + c);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) held[i].x[e] += d.x[e];
-            store8(x + row + c, held[i]);
-        }
 #pragma unroll
         for (int e = 0; e < 8; ++e) squares += held[i].x[e] * held[i].x[e];
     }
