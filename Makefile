@@ -21,7 +21,7 @@ run: build ## all three processes on this machine: make run MODEL=… PORT=…
 test: build ## formatting, lints, unit and end-to-end tests
 	cargo fmt --all --check
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	cargo test --release --workspace
+	cargo test --release --workspace --no-fail-fast
 
 bench-ttft: build ## time to first token, native against bridged
 	@deploy/bench/ttft.py --model "$(MODEL)" $(BENCH_ARGS)

@@ -127,18 +127,18 @@ async fn load(settings: &Settings) -> Result<Loaded, Failure> {
 
 fn assemble(settings: &Settings, loaded: Loaded, bulk: SocketAddr) -> (Decoder, Transfers) {
     let Loaded { spec, digests, source, projections, engine, about } = loaded;
-    let fingerprint = fingerprint(&digests, &projections);
     let layout_digest = about.layout.digest();
-    let bytes_per_token = about.layout.bytes_per_token();
-    let bulk_addr = host_and_port(&settings.advertise_host, bulk.port());
-    let expected =
-        Expected { fingerprint, layout: Arc::new(about.layout.clone()), layout_digest: Hex(layout_digest) };
-    let transfers = Transfers::new(expected, bulk_addr.clone());
     let recipe = KvRecipe {
         rope: RopeRecipe { inv_freq: about.inv_freq, sin_cos: about.sin_cos },
         projection_digests: projections,
         summation_runs: about.summation_runs,
     };
+    let fingerprint = fingerprint(&digests, &layout_digest, &recipe);
+    let bytes_per_token = about.layout.bytes_per_token();
+    let bulk_addr = host_and_port(&settings.advertise_host, bulk.port());
+    let expected =
+        Expected { fingerprint, layout: Arc::new(about.layout.clone()), layout_digest: Hex(layout_digest) };
+    let transfers = Transfers::new(expected, bulk_addr.clone());
     let context = u32::try_from(spec.max_positions).unwrap_or(u32::MAX);
     let hello = Hello {
         protocol: PROTOCOL_VERSION,

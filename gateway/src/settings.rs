@@ -32,7 +32,8 @@ pub(crate) struct GatewayArgs {
     /// TOML file of `name = "key"` lines; with it every /v1 request needs a key
     #[arg(long, env = "PD_BRIDGE_API_KEYS_FILE")]
     pub(crate) api_keys_file: Option<PathBuf>,
-    /// Send response headers with a pending verdict after this time [default: wait for the verdict]
+    /// Send response headers with a pending verdict after this time, unless the request requires a bridge
+    /// [default: wait for the verdict]
     #[arg(long, env = "PD_BRIDGE_EARLY_HEADERS_AFTER_MS")]
     pub(crate) early_headers_after_ms: Option<u64>,
     /// Fewest tokens worth a transfer [default: 64]

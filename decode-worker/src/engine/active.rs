@@ -43,16 +43,15 @@ enum Phase {
 
 /// How far the job's blocks are in the store.
 struct Exports {
-    /// Key of the last block looked at.
-    key: BlockKey,
-    blocks: usize,
+    /// Keys of the blocks looked at.
+    keys: Vec<BlockKey>,
     /// The store has no room; later blocks would be unreachable anyway.
     ended: bool,
 }
 
 impl<E: Engine> Active<E> {
     pub(super) fn new(job: Job) -> Self {
-        let exports = Exports { key: job.library.root, blocks: 0, ended: false };
+        let exports = Exports { keys: Vec::new(), ended: false };
         Self {
             phase: Phase::Queued,
             sequence: None,
@@ -218,7 +217,7 @@ impl<E: Engine> Active<E> {
 
     fn has_export(&self, engine: &E) -> bool {
         let cached = self.sequence.as_ref().map_or(0, |sequence| engine.len(sequence));
-        !self.exports.ended && (self.exports.blocks + 1) * self.job.library.block_tokens <= cached
+        !self.exports.ended && (self.exports.keys.len() + 1) * self.job.library.block_tokens <= cached
     }
 
     /// Brings the next full block into the store, skipping those that are there.
@@ -226,15 +225,17 @@ impl<E: Engine> Active<E> {
         let block_tokens = self.job.library.block_tokens;
         while self.has_export(engine) {
             let Some(sequence) = &self.sequence else { break };
-            let (start, end) = (self.exports.blocks * block_tokens, (self.exports.blocks + 1) * block_tokens);
-            let key = self.exports.key.next(&self.tokens[start..end]);
+            let before = &self.exports.keys;
+            let (start, end) = (before.len() * block_tokens, (before.len() + 1) * block_tokens);
+            let last = before.last().unwrap_or(&self.job.library.root);
+            let key = last.next(&self.tokens[start..end]);
             let store = &self.job.library.store;
             let was_there = store.contains(&key);
-            if !was_there && !store.insert(key, Arc::new(engine.export(sequence, start, end)?)) {
+            if !was_there && !store.insert_after(before, key, Arc::new(engine.export(sequence, start, end)?))
+            {
                 self.exports.ended = true;
             }
-            self.exports.key = key;
-            self.exports.blocks += 1;
+            self.exports.keys.push(key);
             if !was_there {
                 break;
             }

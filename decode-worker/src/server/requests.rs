@@ -136,6 +136,10 @@ impl Requests {
             number: entry.number,
             cancel: entry.cancel.clone(),
         };
+        drop(table);
+        // From here on the request's own end gives the resident blocks back, however long its transfer takes.
+        // A lease that has expired already stays so, which its reader notices.
+        let _ = prepared.lease.keep();
         Ok((prepared, running))
     }
 
@@ -197,4 +201,36 @@ impl Drop for Running {
 
 fn unknown() -> WorkerError {
     invalid("no such prepared request; it may have expired")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::{BlockBytes, LayerBytes};
+    use crate::store::PrefixStore;
+    use std::time::Duration;
+
+    #[test]
+    fn a_started_request_keeps_its_resident_blocks() {
+        let (store, requests) = (PrefixStore::new(8), Requests::new(2));
+        let layers = vec![LayerBytes { parts: vec![vec![0; 8].into()] }];
+        let block_key = BlockKey([1; 32]);
+        assert!(store.insert_after(&[], block_key, Arc::new(BlockBytes { tokens: 1, layers })));
+        let prepare = |name: &str| {
+            let lease = store.lease_prefix(&[block_key], Duration::from_secs(1));
+            let prepared =
+                Prepared { tokens: vec![7; 2].into(), keys: vec![block_key], lease, transfer: None };
+            let key = (ConnectionId(1), name.to_owned());
+            requests.insert(key.clone(), prepared, Instant::now() + Duration::from_secs(60)).unwrap();
+            key
+        };
+        let (started, waiting) = (prepare("started"), prepare("waiting"));
+        let (prepared, _running) = requests.start(&started).unwrap();
+        assert_eq!(store.expire(Instant::now() + Duration::from_secs(2)), 1);
+        assert_eq!(prepared.lease.blocks().unwrap().len(), 1);
+        let (late, _running) = requests.start(&waiting).unwrap();
+        assert!(late.lease.blocks().is_none());
+        drop((prepared, late));
+        assert_eq!(store.stats().references, 0);
+    }
 }

@@ -43,9 +43,10 @@ impl PrefixStore {
         Ok(Reservation { store: self.clone(), bytes })
     }
 
-    /// Stores a block computed here, if there is room. Returns whether its key is present afterwards.
-    pub fn insert(&self, key: BlockKey, block: Arc<BlockBytes>) -> bool {
-        self.table.lock().insert(key, block, Origin::Native)
+    /// Stores a block computed here, if there is room without its predecessors `before` in the chain. Returns
+    /// whether its key is present afterwards.
+    pub fn insert_after(&self, before: &[BlockKey], key: BlockKey, block: Arc<BlockBytes>) -> bool {
+        self.table.lock().insert_after(before, key, block, Origin::Native)
     }
 
     /// Whether a block is present.

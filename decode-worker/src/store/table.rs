@@ -160,6 +160,24 @@ impl Table {
         true
     }
 
+    /// Stores the block that follows `before` in its chain. Its predecessors are not evicted for it, and it is
+    /// evicted before them. Returns whether its key is present afterwards.
+    pub(super) fn insert_after(
+        &mut self,
+        before: &[BlockKey],
+        key: BlockKey,
+        block: Arc<BlockBytes>,
+        origin: Origin,
+    ) -> bool {
+        let (predecessors, _) = self.lease_prefix(before, None);
+        let present = self.insert(key, block, origin);
+        self.release(predecessors);
+        // The new block was marked as used last; a lease of the whole chain puts that right.
+        let (chain, _) = self.lease_prefix(&[before, &[key]].concat(), None);
+        self.release(chain);
+        present
+    }
+
     /// Turns reserved bytes into blocks, all at once, and leases them. A key that is already present gets
     /// the new bytes: the lease stands for what arrived, and either copy is valid.
     ///

@@ -17,6 +17,8 @@ const PAIR_TIMEOUT: Duration = Duration::from_secs(300);
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Weight of a new measurement of the link.
 const EWMA_WEIGHT: f64 = 0.5;
+/// Shorter transfers say too little of the link: latency and buffers dominate them.
+const LEAST_MEASURE_S: f64 = 0.25;
 
 /// One decoder and one prefill worker.
 pub(crate) struct Pairing {
@@ -59,7 +61,10 @@ impl Pairing {
     /// Waits until the two are paired.
     pub(super) async fn paired_with(&self, decoder: &DecodeLink) {
         let mut paired = self.paired.subscribe();
-        let is_it = |p: &Option<Paired>| p.as_ref().is_some_and(|p| p.decode_serial == decoder.serial);
+        // A prefill worker that has just been lost may still stand here; a change follows when it is back.
+        let is_it = |p: &Option<Paired>| {
+            p.as_ref().is_some_and(|p| p.decode_serial == decoder.serial && !p.prefill.client.is_closed())
+        };
         if paired.wait_for(is_it).await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -75,15 +80,10 @@ impl Pairing {
         *self.link_bytes_per_s.lock()
     }
 
-    /// Learns from a finished transfer. Sending overlaps computing, so this is what was reached, a lower
-    /// bound of what the link can do; where it is too low, computing was the bottleneck anyway.
+    /// Learns from a finished transfer.
     pub(crate) fn learn(&self, report: &PrefillReport) {
-        let seconds = (report.prefill_ms + report.transfer_ms) / 1000.0;
-        if seconds > 0.0 && report.payload_bytes > 0 {
-            let new = report.payload_bytes as f64 / seconds;
-            let mut rate = self.link_bytes_per_s.lock();
-            *rate = if *rate > 0.0 { *rate + EWMA_WEIGHT * (new - *rate) } else { new };
-        }
+        let mut rate = self.link_bytes_per_s.lock();
+        *rate = learned(*rate, report);
     }
 
     async fn keep_paired(
@@ -143,24 +143,79 @@ async fn introduce(decode: &DecodeLink, prefill: &PrefillLink) -> Result<(), Con
     }
 }
 
+/// The link's rate in bytes per second (0: unknown) after a transfer, from what was known before.
+///
+/// Sending overlaps computing, so what a transfer reached is a lower bound of what the link can do. Only where
+/// most of the time was spent sending, after the last layer, was the link the bottleneck and the rate its own.
+fn learned(known: f64, report: &PrefillReport) -> f64 {
+    let seconds = (report.prefill_ms + report.transfer_ms) / 1000.0;
+    if seconds <= 0.0 || report.payload_bytes == 0 {
+        return known;
+    }
+    let new = report.payload_bytes as f64 / seconds;
+    let is_measure = seconds >= LEAST_MEASURE_S;
+    let is_link_bound = report.transfer_ms > report.prefill_ms;
+    match (known > 0.0, is_measure) {
+        (false, false) => known,
+        (false, true) => new,
+        (true, true) if is_link_bound => known + EWMA_WEIGHT * (new - known),
+        (true, _) => known.max(new),
+    }
+}
+
 /// The decoder's control address as the prefill worker sees it. A gateway beside the decoder knows it by a
 /// loopback address; the host that the decoder advertises for its frames is then the one to use.
 fn control_addr(known_as: &str, bulk_addr: &str) -> String {
-    let known: Option<SocketAddr> = known_as.parse().ok();
-    match (known, bulk_addr.rsplit_once(':')) {
-        (Some(known), Some((host, _))) if known.ip().is_loopback() => format!("{host}:{}", known.port()),
+    let advertised = bulk_addr.rsplit_once(':');
+    match (known_as.rsplit_once(':'), advertised) {
+        (Some((known, port)), Some((host, _))) if is_loopback(known, known_as) => format!("{host}:{port}"),
         _ => known_as.to_owned(),
     }
+}
+
+fn is_loopback(host: &str, addr: &str) -> bool {
+    host.eq_ignore_ascii_case("localhost")
+        || addr.parse::<SocketAddr>().is_ok_and(|addr| addr.ip().is_loopback())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shared::control::Rates;
+    use shared::hexbytes::Hex;
 
     #[test]
     fn a_loopback_address_is_replaced_by_the_advertised_host() {
         assert_eq!(control_addr("127.0.0.1:7001", "10.0.0.5:7002"), "10.0.0.5:7001");
+        assert_eq!(control_addr("[::1]:7001", "10.0.0.5:7002"), "10.0.0.5:7001");
+        assert_eq!(control_addr("localhost:7001", "10.0.0.5:7002"), "10.0.0.5:7001");
         assert_eq!(control_addr("10.0.0.9:7001", "10.0.0.5:7002"), "10.0.0.9:7001");
         assert_eq!(control_addr("mac.local:7001", "10.0.0.5:7002"), "mac.local:7001");
+    }
+
+    #[test]
+    fn only_a_transfer_bound_by_the_link_lowers_its_rate() {
+        let report = |prefill_ms, transfer_ms, payload_bytes| PrefillReport {
+            computed_tokens: 1,
+            reused_tokens: 0,
+            queue_ms: 0.0,
+            prefill_ms,
+            transfer_ms,
+            payload_bytes,
+            token_end: 1,
+            digest: Hex([0; 32]),
+            rates: Rates::default(),
+        };
+        let close = |a: f64, b: f64| (a - b).abs() < 1e-6 * b.abs().max(1.0);
+        // Bound by the link: 1000 bytes in 1 s.
+        assert!(close(learned(3000.0, &report(400.0, 600.0, 1000)), 2000.0));
+        // Bound by computing: a lower bound.
+        assert!(close(learned(3000.0, &report(900.0, 100.0, 1000)), 3000.0));
+        assert!(close(learned(3000.0, &report(900.0, 100.0, 5000)), 5000.0));
+        // Too short to lower the rate or to be the first one.
+        assert!(close(learned(3000.0, &report(1.0, 99.0, 1)), 3000.0));
+        assert!(close(learned(0.0, &report(1.0, 99.0, 1)), 0.0));
+        assert!(close(learned(0.0, &report(900.0, 100.0, 1000)), 1000.0));
+        assert!(close(learned(7.0, &report(0.0, 0.0, 1000)), 7.0));
     }
 }

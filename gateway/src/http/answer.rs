@@ -13,6 +13,7 @@ use axum::Json;
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse as _, Response};
+use shared::control::Require;
 use shared::tokens::TokenIds;
 use shared::verdict::{Parties, Verdict, VerdictKind};
 use std::sync::Arc;
@@ -105,18 +106,19 @@ pub(super) async fn answer(
     }
     let clock = exchange.clock.clone();
     let usage_wanted = request.common.include_usage;
-    let (verdict, body) = match verdict_within(&mut events, early_after(app, asked)).await {
-        Some(Ok(verdict)) => {
-            let body = SseBody::after_verdict(verdict.clone(), events, shape, usage_wanted, clock);
-            (verdict, body)
-        }
-        Some(Err(failure)) => return Ok(failed(&failure)),
-        None => {
-            let parties = Parties { request_id: exchange.request_id.clone(), ..Parties::default() };
-            let pending = Verdict::without_receipt(VerdictKind::Pending, None, parties, prompt_tokens);
-            (Box::new(pending), SseBody::early(events, shape, usage_wanted, clock))
-        }
-    };
+    let (verdict, body) =
+        match verdict_within(&mut events, early_after(asked, app.settings.early_headers_after)).await {
+            Some(Ok(verdict)) => {
+                let body = SseBody::after_verdict(verdict.clone(), events, shape, usage_wanted, clock);
+                (verdict, body)
+            }
+            Some(Err(failure)) => return Ok(failed(&failure)),
+            None => {
+                let parties = Parties { request_id: exchange.request_id.clone(), ..Parties::default() };
+                let pending = Verdict::without_receipt(VerdictKind::Pending, None, parties, prompt_tokens);
+                (Box::new(pending), SseBody::early(events, shape, usage_wanted, clock))
+            }
+        };
     let mut response = Body::from_stream(body.into_stream()).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -149,8 +151,14 @@ async fn tokenize(app: &Arc<App>, prompt: Prompt) -> Result<TokenIds, ApiError> 
     Ok(ids.into())
 }
 
-fn early_after(app: &App, asked: Asked) -> Option<Duration> {
-    if asked.early { Some(Duration::ZERO) } else { app.settings.early_headers_after }
+/// When headers go out without a verdict. A client with a requirement is owed a refusal's real status, which
+/// the server's setting alone must not take away; its own wish does.
+fn early_after(asked: Asked, setting: Option<Duration>) -> Option<Duration> {
+    match asked {
+        Asked { early: true, .. } => Some(Duration::ZERO),
+        Asked { require: Require::Nothing, .. } => setting,
+        Asked { require: Require::Any | Require::Complete, .. } => None,
+    }
 }
 
 /// Waits for the verdict or a failure; `None` when `limit` passed first.

@@ -38,6 +38,12 @@ impl ApiError {
         Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "invalid_json", message)
     }
 
+    /// 408.
+    pub(crate) fn body_too_slow() -> Self {
+        let message = "the request body did not arrive in time";
+        Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", "request_timeout", message)
+    }
+
     /// 413.
     pub(crate) fn body_too_large(limit_bytes: usize) -> Self {
         let message = format!("the request body is larger than {limit_bytes} bytes");

@@ -6,9 +6,14 @@ use axum::body::Body;
 use http_body_util::BodyExt as _;
 use serde_json::{Map, Value};
 use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
 
 /// Time that a client gets to finish sending a body that is too large.
 const DISCARD_LIMIT: Duration = Duration::from_secs(5);
+/// Longest wait for the next piece of a body.
+const STALL_LIMIT: Duration = Duration::from_secs(30);
+/// Longest time that a whole body may take.
+const BODY_LIMIT: Duration = Duration::from_secs(120);
 
 /// The fields of a request body.
 pub(super) struct Fields(Map<String, Value>);
@@ -17,11 +22,23 @@ impl Fields {
     /// Reads a body of at most `limit_bytes`.
     ///
     /// # Errors
-    /// 413, or 400 when it is no JSON object.
+    /// 413, 408 when it stalls or takes too long, or 400 when it is no JSON object.
     pub(super) async fn read(body: Body, limit_bytes: usize) -> Result<Self, ApiError> {
-        let mut body = body;
+        Self::read_within(body, limit_bytes, STALL_LIMIT, BODY_LIMIT).await
+    }
+
+    async fn read_within(
+        mut body: Body,
+        limit_bytes: usize,
+        stall: Duration,
+        total: Duration,
+    ) -> Result<Self, ApiError> {
         let mut bytes = Vec::new();
-        while let Some(frame) = body.frame().await {
+        let end = Instant::now() + total;
+        loop {
+            let limit = end.min(Instant::now() + stall);
+            let next = timeout_at(limit, body.frame()).await.map_err(|_| ApiError::body_too_slow())?;
+            let Some(frame) = next else { break };
             let frame = frame.map_err(|e| ApiError::bad_body(format!("the body could not be read: {e}")))?;
             let Ok(data) = frame.into_data() else { continue };
             if bytes.len() + data.len() > limit_bytes {
@@ -147,6 +164,23 @@ mod tests {
         assert!(f.boolean("stream").is_err() && f.string("model").is_err());
         assert_eq!(f.integer("seed", 0, 9).unwrap(), Some(2));
         assert!(f.value("x").is_none() && f.string("absent").unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn a_body_that_stalls_or_trickles_is_given_up() {
+        use futures_util::StreamExt as _;
+        let ms = Duration::from_millis;
+        let piece = || Ok::<_, std::convert::Infallible>(bytes::Bytes::from_static(b" "));
+        let stalled =
+            Body::from_stream(futures_util::stream::iter([piece()]).chain(futures_util::stream::pending()));
+        let got = Fields::read_within(stalled, 4096, ms(20), ms(60_000)).await;
+        assert_eq!(got.err(), Some(ApiError::body_too_slow()));
+        let trickle = Body::from_stream(futures_util::stream::repeat(()).then(move |()| async move {
+            tokio::time::sleep(ms(5)).await;
+            piece()
+        }));
+        let got = Fields::read_within(trickle, 4096, ms(60_000), ms(40)).await;
+        assert_eq!(got.err(), Some(ApiError::body_too_slow()));
     }
 
     #[test]

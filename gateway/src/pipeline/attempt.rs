@@ -118,7 +118,7 @@ impl<'a> Attempt<'a> {
                 }
             }
         }
-        let events = self.generate(&decoder, max_new_tokens, bridge.is_some()).await?;
+        let events = self.generate(&decoder, max_new_tokens, bridge.as_ref()).await?;
         let run = Running { decoder: &decoder, guard: &mut guard, events, bridge, queue };
         Box::pin(self.follow(run, last)).await
     }
@@ -179,10 +179,10 @@ impl<'a> Attempt<'a> {
         let offer = match self.open_transfer(decoder, &peer.0, start, end).await? {
             Ok(offer) => offer,
             Err(error) => {
-                let code = if error.code == WorkerErrorCode::TooLong {
-                    AbortCode::OverBudget
-                } else {
-                    AbortCode::Internal
+                // Too large for the decoder's store, or for what others leave of it at present.
+                let code = match error.code {
+                    WorkerErrorCode::TooLong | WorkerErrorCode::Busy => AbortCode::OverBudget,
+                    _ => AbortCode::Internal,
                 };
                 self.broken = Some(code);
                 return self.go_on_alone(code.as_str()).map(|()| None);
@@ -247,14 +247,9 @@ impl<'a> Attempt<'a> {
         &self,
         decoder: &DecodeLink,
         max_new_tokens: u32,
-        bridging: bool,
+        bridge: Option<&Bridge>,
     ) -> Result<EventStream<DecodeEvent>, Stop> {
-        let prefill_rate = if bridging {
-            self.ctx.fleet.prefill_for(decoder).map(|(l, _)| (l.rates(), l.load.tokens()))
-        } else {
-            None
-        };
-        let (rate, queued) = prefill_rate.map_or((0.0, 0), |(r, queued)| (r.prefill_tokens_per_s, queued));
+        let (rate, queued) = bridge.map_or((0.0, 0), Bridge::outlook);
         let spec = GenerateSpec {
             request_id: self.worker_id.clone(),
             max_new_tokens,

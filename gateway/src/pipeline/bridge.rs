@@ -63,6 +63,11 @@ impl Bridge {
         Ok(Self { link, pairing, events: Some(events), guard: Some(guard), deadline, keys })
     }
 
+    /// The worker's prefill rate in tokens per second (0: unknown) and the prompt tokens it has been asked for.
+    pub(super) fn outlook(&self) -> (f64, u64) {
+        (self.link.rates().prefill_tokens_per_s, self.link.load.tokens())
+    }
+
     /// The next news; never resolves once the bridge has ended.
     pub(super) async fn next(&mut self) -> BridgeEvent {
         let Some(events) = &mut self.events else { return std::future::pending().await };
@@ -114,6 +119,8 @@ fn abort_code(code: WorkerErrorCode) -> AbortCode {
         WorkerErrorCode::Timeout => AbortCode::Timeout,
         WorkerErrorCode::Cancelled => AbortCode::Cancelled,
         WorkerErrorCode::Incompatible => AbortCode::FingerprintMismatch,
+        // If the receiver had a better reason, it knows it already and keeps it.
+        WorkerErrorCode::TransferFailed => AbortCode::ConnectionLost,
         _ => AbortCode::PrefillFailed,
     }
 }

@@ -4,7 +4,7 @@ use super::attempt::{Attempt, Stop};
 use super::bridge::{Bridge, BridgeEvent, abort_transfer};
 use super::guard::DecodeGuard;
 use super::text::AnswerText;
-use super::{Event, FailureKind};
+use super::{CLIENT_STALL, Event, FailureKind};
 use crate::deadlines;
 use crate::fleet::DecodeLink;
 use crate::metrics::Stage;
@@ -14,11 +14,13 @@ use shared::control::{
 use shared::verdict::{Verdict, VerdictKind};
 use shared::wire::AbortCode;
 use std::time::Duration;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 
 /// The report of a finished transfer normally arrives long before the first token; if not, it is worth
 /// this wait to have its times in the verdict.
 const REPORT_WAIT: Duration = Duration::from_millis(2);
+/// Longest turn of one prompt on the decoder.
+const CHUNK_TOKENS: u32 = 4096;
 
 /// A request that both workers are at.
 pub(super) struct Running<'a> {
@@ -62,7 +64,7 @@ impl Attempt<'_> {
             match event {
                 DecodeEvent::Progress { done_tokens, total_tokens } => {
                     deadline = now + self.prompt_wait(&run, total_tokens.saturating_sub(done_tokens));
-                    self.send(Event::Progress { done_tokens, total_tokens }).await;
+                    self.send(Event::Progress { done_tokens, total_tokens }).await?;
                 }
                 DecodeEvent::Started(r) => receipt = Some(r),
                 DecodeEvent::Token { ids } => {
@@ -76,10 +78,10 @@ impl Attempt<'_> {
                     let (released, used) = text.push(&ids).map_err(|e| FailureKind::Text(e.to_string()))?;
                     completion_tokens += used;
                     self.ctx.metrics.completion_tokens.inc_by(u64::from(used));
-                    self.send_text(released.text, run.events.arrived()).await;
+                    self.send_text(released.text, run.events.arrived()).await?;
                     if released.stopped {
                         // The guard is dropped unended, which cancels the rest.
-                        self.send(Event::Finished { finish_reason: "stop", completion_tokens }).await;
+                        self.send(Event::Finished { finish_reason: "stop", completion_tokens }).await?;
                         return Ok(());
                     }
                 }
@@ -90,12 +92,12 @@ impl Attempt<'_> {
                     }
                     self.ctx.metrics.stage_ms(Stage::Decode, decode_ms);
                     let released = text.finish().map_err(|e| FailureKind::Text(e.to_string()))?;
-                    self.send_text(released.text, run.events.arrived()).await;
+                    self.send_text(released.text, run.events.arrived()).await?;
                     let finish_reason = match reason {
                         FinishReason::Length if !released.stopped => "length",
                         FinishReason::Length | FinishReason::Stop => "stop",
                     };
-                    self.send(Event::Finished { finish_reason, completion_tokens: counted }).await;
+                    self.send(Event::Finished { finish_reason, completion_tokens: counted }).await?;
                     return Ok(());
                 }
                 DecodeEvent::Error(error) => {
@@ -116,9 +118,16 @@ impl Attempt<'_> {
 
     /// Takes news from the prefill worker; returns the prompt positions still to wait for.
     async fn bridge_news(&mut self, run: &Running<'_>, news: BridgeEvent) -> Result<Option<u32>, Stop> {
+        if self.told.is_some() {
+            // The decoder has all it needed and the client has been told: the bridge's end changes nothing.
+            if let BridgeEvent::Done(report) = news {
+                self.report = Some(report);
+            }
+            return Ok(None);
+        }
         match news {
             BridgeEvent::Progress(done_tokens, total_tokens) => {
-                self.send(Event::Progress { done_tokens, total_tokens }).await;
+                self.send(Event::Progress { done_tokens, total_tokens }).await?;
                 Ok(Some(total_tokens.saturating_sub(done_tokens)))
             }
             BridgeEvent::Done(report) => {
@@ -130,7 +139,8 @@ impl Attempt<'_> {
                 self.broken = Some(abort.code);
                 let worker_lost = abort.code == AbortCode::ConnectionLost;
                 abort_transfer(run.decoder, &self.worker_id, abort);
-                if worker_lost && self.job.require != Require::Nothing && !self.retry {
+                let required = self.job.require != Require::Nothing;
+                if worker_lost && required && !self.retry && self.told.is_none() {
                     return Err(Stop::Lost(FailureKind::Refused("connection_lost".to_owned())));
                 }
                 Ok(Some(self.prompt_tokens))
@@ -147,7 +157,7 @@ impl Attempt<'_> {
         let ttft = self.job.arrived.elapsed();
         let receipt = receipt.ok_or_else(|| FailureKind::Protocol("tokens without a receipt".to_owned()))?;
         if receipt.bridged_tokens > 0 && self.report.is_none() {
-            let late = tokio::time::timeout(REPORT_WAIT, async {
+            let late = timeout(REPORT_WAIT, async {
                 loop {
                     if let BridgeEvent::Done(report) = next_of(&mut run.bridge).await {
                         return report;
@@ -180,35 +190,35 @@ impl Attempt<'_> {
         }
         self.ctx.verdicts.put(&verdict);
         self.told = Some(verdict.clone());
-        self.send(Event::Started(Box::new(verdict.clone()))).await;
+        self.send(Event::Started(Box::new(verdict.clone()))).await?;
         Ok(verdict)
     }
 
     /// Longest wait for the prompt, `left` positions of which are to be computed by someone.
     fn prompt_wait(&self, run: &Running<'_>, left: u32) -> Duration {
         // Both sides in a row is the worst case: a transfer that fails at its end, then the decoder alone.
-        // Requests ahead in the decoder's queue are assumed to be no longer than this one.
-        let queued = u64::from(run.queue) * u64::from(self.prompt_tokens);
+        // Prompts take turns by chunk, so a request ahead in the decoder's queue delays this one by at most
+        // this one's own length, or by one chunk where that is longer.
+        let queued = u64::from(run.queue) * u64::from(self.prompt_tokens.max(CHUNK_TOKENS));
         let native = deadlines::prompt(self.prompt_tokens, queued, run.decoder.rates().prefill_tokens_per_s);
-        let bridge = if run.bridge.is_some() {
-            let outlook = self.ctx.fleet.prefill_for(run.decoder).map(|(l, _)| (l.load.tokens(), l.rates()));
-            let (queued, rate) = outlook.map_or((0, 0.0), |(queued, r)| (queued, r.prefill_tokens_per_s));
+        let bridge = run.bridge.as_ref().map_or(Duration::ZERO, |bridge| {
+            let (rate, queued) = bridge.outlook();
             deadlines::prompt(left, queued, rate)
-        } else {
-            Duration::ZERO
-        };
+        });
         native + bridge
     }
 
-    async fn send_text(&self, text: String, arrived: std::time::Instant) {
-        if !text.is_empty() {
-            self.send(Event::Text { text, arrived }).await;
-        }
+    async fn send_text(&self, text: String, arrived: std::time::Instant) -> Result<(), Stop> {
+        if text.is_empty() { Ok(()) } else { self.send(Event::Text { text, arrived }).await }
     }
 
-    /// A closed channel ends the whole task from outside, so the result does not matter here.
-    async fn send(&self, event: Event) {
-        let _ = self.out.send(event).await;
+    /// Hands an event to the client's side; a client that takes nothing for long must not hold both workers.
+    async fn send(&self, event: Event) -> Result<(), Stop> {
+        match timeout(CLIENT_STALL, self.out.send(event)).await {
+            // A closed channel ends the whole task from outside, so that result does not matter here.
+            Ok(_) => Ok(()),
+            Err(_) => Err(FailureKind::Timeout("the client").into()),
+        }
     }
 }
 

@@ -28,6 +28,8 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 /// Events that may wait for a slow client before the request waits too.
 const EVENT_BACKLOG: usize = 256;
+/// Longest time that a client may leave a full backlog unread before its request ends.
+const CLIENT_STALL: Duration = Duration::from_secs(60);
 
 /// What every request needs.
 pub(crate) struct Context {
@@ -123,7 +125,7 @@ async fn run(ctx: &Context, job: &Job, out: &mpsc::Sender<Event>, last: &mut Ver
         tracing::warn!(request_id = %job.request_id, code = failure.kind.code(), error = %failure.kind, "request failed");
         ctx.verdicts.put(&failure.verdict);
         *last = (*failure.verdict).clone();
-        let _ = out.send(Event::Failed(failure)).await;
+        let _ = tokio::time::timeout(CLIENT_STALL, out.send(Event::Failed(failure))).await;
     }
 }
 

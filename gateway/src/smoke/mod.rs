@@ -108,6 +108,34 @@ async fn a_failing_prefill_is_told_to_the_decoder_at_once() {
 }
 
 #[tokio::test]
+async fn a_prefill_worker_lost_after_the_answer_began_changes_nothing() {
+    let script = Script {
+        prefill: Some(PrefillScript::LostLate),
+        token_delay: Duration::from_millis(50),
+        ..Script::saying(&["a", "b", "c", "d", "e"])
+    };
+    let s = Stack::plain(script).await;
+    let required = [("X-PD-Bridge-Require", "any")];
+    let r = post(s.addr, "/v1/completions", &required, &completion(&json!({"stream": true}))).await;
+    assert_eq!((r.status, r.verdict()["verdict"].as_str()), (200, Some("complete")), "{r:?}");
+    assert_eq!(r.streamed_text(), "abcde");
+    assert_eq!(r.events().last().unwrap(), "[DONE]");
+    let metrics = get(s.addr, "/metrics").await.body;
+    assert!(metrics.contains("pd_bridge_retries_total 0"), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_requirement_outranks_the_servers_early_headers() {
+    let script = Script { prefill: Some(PrefillScript::Fails), ..Script::saying(&["ok"]) };
+    let s = Stack::start(script, |settings| settings.early_headers_after = Some(Duration::ZERO)).await;
+    let body = completion(&json!({"stream": true}));
+    let r = post(s.addr, "/v1/completions", &[("X-PD-Bridge-Require", "any")], &body).await;
+    assert_eq!((r.status, r.verdict()["verdict"].as_str()), (503, Some("refused")), "{r:?}");
+    let r = post(s.addr, "/v1/completions", &[], &body).await;
+    assert_eq!((r.status, r.verdict()["verdict"].as_str()), (200, Some("pending")), "{r:?}");
+}
+
+#[tokio::test]
 async fn a_required_bridge_without_a_prefill_worker_is_refused() {
     let s = Stack::plain(Script { prefill: None, ..Script::saying(&["ok"]) }).await;
     let r = post(s.addr, "/v1/completions", &[("X-PD-Bridge-Only", "1")], &completion(&json!({}))).await;

@@ -36,6 +36,8 @@ pub(super) enum PrefillScript {
     Works,
     Fails,
     Hangs,
+    /// Sends everything, never says so, and is lost after the decoder's second token.
+    LostLate,
 }
 
 impl Script {
@@ -76,6 +78,7 @@ pub(super) struct Workers {
     running_prefills: Mutex<HashMap<String, ()>>,
     decode: Mutex<(String, CancellationToken)>,
     prefill: Mutex<Option<String>>,
+    prefill_shutdown: CancellationToken,
 }
 
 struct Decode(Arc<Workers>);
@@ -92,6 +95,7 @@ impl Workers {
             running_prefills: Mutex::default(),
             decode: Mutex::default(),
             prefill: Mutex::new(None),
+            prefill_shutdown: CancellationToken::new(),
         });
         workers.listen_decode("127.0.0.1:0").await;
         if workers.script.prefill.is_some() {
@@ -102,7 +106,7 @@ impl Workers {
                 listener,
                 ClusterKey::loopback(),
                 handler,
-                CancellationToken::new(),
+                workers.prefill_shutdown.clone(),
             ));
         }
         workers
@@ -191,13 +195,17 @@ impl Workers {
             }
             let failure = if let Transfer::Aborted(abort) = state { Some(abort) } else { None };
             out.send(&DecodeEvent::Started(Box::new(receipt(tokens, bridged, failure)))).await;
-            let mut sent = 0;
+            let (mut sent, mut messages) = (0, 0);
             'all: loop {
                 for piece in &self.script.pieces {
                     tokio::time::sleep(self.script.token_delay).await;
                     let ids: Vec<u32> = piece.bytes().map(u32::from).collect();
                     sent += u32::try_from(ids.len()).unwrap();
                     out.send(&DecodeEvent::Token { ids }).await;
+                    messages += 1;
+                    if messages == 2 && self.script.prefill == Some(PrefillScript::LostLate) {
+                        self.prefill_shutdown.cancel();
+                    }
                     if sent >= spec.max_new_tokens {
                         break 'all;
                     }
@@ -314,6 +322,12 @@ impl Handler for Prefill {
                     Some(PrefillScript::Fails) => {
                         let error = WorkerError::new(WorkerErrorCode::Engine, "out of luck");
                         out.send(&PrefillEvent::Error(error)).await;
+                    }
+                    Some(PrefillScript::LostLate) => {
+                        if let Some(r) = self.0.requests.lock().get(&spec.request_id) {
+                            r.transfer.send_replace(Transfer::Committed);
+                        }
+                        return;
                     }
                     Some(PrefillScript::Hangs) | None => return,
                 }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as StoredDtype, TensorView};
@@ -15,13 +16,15 @@ use super::run::{Runner, worker_error};
 use crate::forward::Target;
 use crate::ops::{Ops, Piece, Sink, SinkClosed};
 
-/// Keeps every piece.
+/// Keeps a copy of every piece: a backend's own bytes may be from a small pool that the next pieces need.
 #[derive(Default)]
 struct Collect(Mutex<Vec<Piece>>);
 
 impl Sink for Collect {
     fn deliver(&self, piece: Piece) -> Result<(), SinkClosed> {
-        self.0.lock().push(piece);
+        let keys = Bytes::copy_from_slice(&piece.keys);
+        let values = Bytes::copy_from_slice(&piece.values);
+        self.0.lock().push(Piece { keys, values, ..piece });
         Ok(())
     }
 }

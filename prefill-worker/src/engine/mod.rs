@@ -144,6 +144,19 @@ impl<O: Ops> AnyForward for Forward<O> {
     }
 }
 
+/// A job in the queue: empty once it began or was withdrawn.
+type Queued = Arc<Mutex<Option<Job>>>;
+
+/// Takes a job back from the queue on drop, unless it began.
+struct Withdraw(Queued);
+
+impl Drop for Withdraw {
+    fn drop(&mut self) {
+        let job = self.0.lock().take();
+        drop(job);
+    }
+}
+
 type Reply<T> = oneshot::Sender<Result<T, WorkerError>>;
 
 /// What the thread is asked.
@@ -152,7 +165,7 @@ pub enum Command {
     /// Introduce a decoder.
     Pair(Box<CacheIdentity>, Vec<Projection>, Reply<u32>),
     /// Read a prompt.
-    Read(Job, Reply<JobReport>),
+    Read(Queued, Reply<JobReport>),
     /// Make arrays from given attention inputs.
     Reconstruct {
         /// Decoder.
@@ -222,7 +235,10 @@ impl Engine {
     /// # Errors
     /// `Cancelled`, `Timeout`, `TooLong`, `Incompatible`, `Engine`.
     pub async fn read(&self, job: Job) -> Result<JobReport, WorkerError> {
-        self.ask(|reply| Command::Read(job, reply)).await
+        let queued = Arc::new(Mutex::new(Some(job)));
+        // Whoever stops waiting leaves nothing of the prompt in the queue.
+        let _withdraw = Withdraw(queued.clone());
+        self.ask(|reply| Command::Read(queued, reply)).await
     }
 
     /// Makes cache arrays from a file of attention inputs.

@@ -17,6 +17,8 @@ use crate::reconstruct::FullKv;
 const PREFIX_BLOCK_TOKENS: usize = 256;
 /// Chunks are not made smaller than this when memory is short.
 const MIN_CHUNK_TOKENS: usize = 64;
+/// A shorter run says little about the speed: what each run costs in any case weighs too much.
+const MIN_MEASURED_TOKENS: usize = 64;
 /// Tokens read at the start to have a speed to tell.
 const WARM_UP_TOKENS: usize = 256;
 
@@ -72,7 +74,11 @@ impl<O: Ops> Runner<O> {
         }
         self.forward.ops.synchronize()?;
         let computed_tokens = sequence.tokens - reused;
-        self.measured(computed_tokens, computing.elapsed().as_secs_f64());
+        // Held rows that were still being sent would count as time to compute.
+        let only_computed = reused <= job.wanted.start;
+        if only_computed && computed_tokens >= MIN_MEASURED_TOKENS {
+            self.measured(computed_tokens, computing.elapsed().as_secs_f64());
+        }
         Ok(JobReport {
             computed_tokens,
             reused_tokens: reused,

@@ -62,11 +62,18 @@ impl<O: Ops> Runner<O> {
                     *self.state.projections.lock() = self.decoders.projection_digests();
                     let _ = reply.send(paired);
                 }
-                Command::Read(job, reply) => {
+                Command::Read(queued, reply) => {
+                    let Some(job) = queued.lock().take() else { continue };
                     let report = self.read(&job);
                     self.state.prefix_cache_bytes.store(self.prefix.bytes(), Ordering::Relaxed);
                     drop(job);
+                    let failed = report.as_ref().is_err_and(|e| e.code == WorkerErrorCode::Engine);
                     let _ = reply.send(report);
+                    // A device that lost its state fails everything from now on; a new process gets a new one.
+                    if failed && let Err(error) = self.forward.ops.synchronize() {
+                        tracing::error!(%error, "the device does not recover, the engine ends");
+                        return;
+                    }
                 }
                 Command::Reconstruct { fingerprint, input, output, reply } => {
                     let _ = reply.send(self.reconstruct(&fingerprint, &input, &output));

@@ -1,7 +1,7 @@
 //! The requesting side of a control connection.
 
 use super::handshake::{ClientHandshake, ClusterKey, Handshake};
-use super::{Envelope, Hello, MAX_MESSAGE_BYTES};
+use super::{Envelope, Hello};
 use bytes::Bytes;
 use futures_util::{SinkExt as _, StreamExt as _};
 use serde::Serialize;
@@ -20,6 +20,9 @@ use tokio_util::sync::CancellationToken;
 /// How often a ping goes out; a peer silent for three of them is gone.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
+/// Largest message taken from a worker that has proved the key: one layer's K and V projections in f32 must fit
+/// (200 MiB for 13B parameters without grouped heads).
+const MAX_ANSWER_BYTES: usize = 1 << 30;
 /// Events of one request that may wait for its reader. A reader that falls this far behind a decoder
 /// is cut off rather than allowed to stall every other request of the connection.
 const EVENT_BACKLOG: usize = 65_536;
@@ -218,7 +221,7 @@ async fn open(addr: &str, key: &ClusterKey) -> Result<(Socket, Hello), ControlEr
     let stream = TcpStream::connect(addr).await?;
     stream.set_nodelay(true)?;
     let url = format!("ws://{addr}/control");
-    let (mut socket, _) = client_async_with_config(url, stream, Some(config())).await?;
+    let (mut socket, _) = client_async_with_config(url, stream, Some(config(MAX_ANSWER_BYTES))).await?;
     let (handshake, proof) =
         ClientHandshake::answer(key, &read_json(&mut socket).await?).map_err(ControlError::Handshake)?;
     let proof = serde_json::to_string(&proof).map_err(|e| ControlError::Handshake(e.to_string()))?;
@@ -241,10 +244,11 @@ async fn read_json(socket: &mut Socket) -> Result<Handshake, ControlError> {
     }
 }
 
-pub(super) fn config() -> WebSocketConfig {
+/// Limits of a WebSocket whose messages have at most that many bytes.
+pub(super) fn config(max_message_bytes: usize) -> WebSocketConfig {
     WebSocketConfig::default()
-        .max_message_size(Some(MAX_MESSAGE_BYTES))
-        .max_frame_size(Some(MAX_MESSAGE_BYTES))
+        .max_message_size(Some(max_message_bytes))
+        .max_frame_size(Some(max_message_bytes))
 }
 
 fn encode<T: Serialize>(id: u64, body: &T) -> Result<Message, ControlError> {

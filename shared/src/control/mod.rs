@@ -19,7 +19,7 @@ pub use messages::{
 };
 pub use server::{ConnectionId, Handler, Responder, serve};
 
-/// Largest WebSocket message either side accepts, in bytes.
+/// Largest message a worker accepts, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
 /// A message with the request it belongs to.

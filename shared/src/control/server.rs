@@ -2,7 +2,7 @@
 
 use super::client::config;
 use super::handshake::{ClusterKey, Handshake, WorkerHandshake};
-use super::{Envelope, Hello};
+use super::{Envelope, Hello, MAX_MESSAGE_BYTES};
 use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::{SinkExt as _, StreamExt as _};
 use serde::Serialize;
@@ -178,7 +178,7 @@ async fn connection<H: Handler>(
 }
 
 async fn greet<H: Handler>(stream: TcpStream, key: &ClusterKey, handler: &H) -> Result<Socket, String> {
-    let mut socket = accept_async_with_config(stream, Some(config()))
+    let mut socket = accept_async_with_config(stream, Some(config(MAX_MESSAGE_BYTES)))
         .await
         .map_err(|e| format!("not a WebSocket: {e}"))?;
     let (handshake, challenge) = WorkerHandshake::start(key);

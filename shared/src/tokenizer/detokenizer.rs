@@ -49,10 +49,14 @@ impl Detokenizer {
             State::Window { ids, context, emitted } => {
                 ids.push(id);
                 let text = self.tokenizer.decode_tokens(ids, self.skip_special)?;
-                if text.ends_with('\u{FFFD}') || !text.starts_with(emitted.as_str()) {
+                if text.ends_with('\u{FFFD}') {
                     return Ok(String::new());
                 }
-                let piece = text[emitted.len()..].to_owned();
+                let piece = match text.strip_prefix(emitted.as_str()) {
+                    Some(new) => new.to_owned(),
+                    // A stray byte changed how the context reads. What is out is out: the new ids stand alone.
+                    None => self.tokenizer.decode_tokens(&ids[*context..], self.skip_special)?,
+                };
                 if !piece.is_empty() {
                     ids.drain(..*context);
                     *context = ids.len();
@@ -70,9 +74,12 @@ impl Detokenizer {
     pub fn finish(self) -> Result<String, TokenizerError> {
         match self.state {
             State::Bytes(pending) => Ok(String::from_utf8_lossy(&pending).into_owned()),
-            State::Window { ids, emitted, .. } => {
+            State::Window { ids, context, emitted } => {
                 let text = self.tokenizer.decode_tokens(&ids, self.skip_special)?;
-                Ok(text.strip_prefix(emitted.as_str()).unwrap_or_default().to_owned())
+                match text.strip_prefix(emitted.as_str()) {
+                    Some(new) => Ok(new.to_owned()),
+                    None => self.tokenizer.decode_tokens(&ids[context..], self.skip_special),
+                }
             }
         }
     }

@@ -57,6 +57,25 @@ fn chains_are_eaten_from_their_end() {
 }
 
 #[test]
+fn a_chain_that_grows_in_a_full_store_keeps_its_head() {
+    let mut table = Table::new(40);
+    for n in 10..14 {
+        table.insert(key(n), block(10), Origin::Native);
+    }
+    let chain: Vec<_> = (0..6).map(key).collect();
+    let grown = (0..6).map(|n| table.insert_after(&chain[..n], chain[n], block(10), Origin::Native));
+    // The others make room for it, its own head does not.
+    assert_eq!(grown.collect::<Vec<_>>(), [true, true, true, true, false, false]);
+    table.check();
+    for left in [3, 2, 1] {
+        table.insert(key(20 + left as u8), block(10), Origin::Native);
+        let present: Vec<_> = chain.iter().map(|key| table.contains(key)).collect();
+        assert_eq!(present, (0..6).map(|n| n < left).collect::<Vec<_>>());
+    }
+    table.check();
+}
+
+#[test]
 fn pinned_blocks_stay_and_only_the_oversized_request_is_refused() {
     let mut table = Table::new(30);
     table.insert(key(0), block(20), Origin::Native);
