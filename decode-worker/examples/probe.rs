@@ -79,7 +79,8 @@ fn prompt(hello: &Hello, seed: u32, n: u32) -> Vec<u32> {
 }
 
 async fn prepare(client: &Client, id: &str, tokens: &[u32]) -> Result<u32, Failure> {
-    let request = DecodeRequest::Prepare { request_id: id.into(), tokens: tokens.to_vec().into() };
+    let request =
+        DecodeRequest::Prepare { request_id: id.into(), tokens: tokens.to_vec().into(), constraint: None };
     match client.call(&request, LIMIT).await? {
         DecodeEvent::Prepared { resident_tokens, .. } => Ok(resident_tokens),
         other => Err(format!("{other:?}").into()),
@@ -107,10 +108,13 @@ async fn generate(
     let spec = GenerateSpec {
         request_id: id.into(),
         max_new_tokens,
-        sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 },
+        sampling: Sampling::greedy(),
         stop_token_ids: vec![],
         require: Require::Nothing,
         transfer_timeout_ms: 60_000,
+        choices: 1,
+        logprobs: None,
+        prompt_logprobs: None,
     };
     Ok(client.request(&DecodeRequest::Generate(spec)).await?)
 }
@@ -127,7 +131,7 @@ async fn collect(mut events: EventStream<DecodeEvent>, start: Instant) -> Result
     loop {
         match events.next().await {
             Some(Incoming::Event(DecodeEvent::Started(r))) => receipt = Some(*r),
-            Some(Incoming::Event(DecodeEvent::Token { ids: new })) => {
+            Some(Incoming::Event(DecodeEvent::Token { ids: new, .. })) => {
                 if ids.is_empty() {
                     ttft_ms = start.elapsed().as_secs_f64() * 1e3;
                 }
@@ -175,7 +179,7 @@ async fn cancel_latency(client: &Client, hello: &Hello) -> Result<(), Failure> {
             let (mut tokens, mut chunks) = (0, 0);
             while tokens < after || (after == 0 && chunks < 1) {
                 match events.next().await {
-                    Some(Incoming::Event(DecodeEvent::Token { ids })) => tokens += ids.len(),
+                    Some(Incoming::Event(DecodeEvent::Token { ids, .. })) => tokens += ids.len(),
                     Some(Incoming::Event(DecodeEvent::Progress { .. })) => chunks += 1,
                     Some(_) => {}
                     None => return Err("closed".into()),

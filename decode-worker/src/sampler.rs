@@ -37,7 +37,7 @@ impl Sampler {
         if !(0.0..=1.0).contains(&sampling.top_p) {
             return Err(SamplingError::TopP);
         }
-        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(sampling.seed) })
+        Ok(Self { random: ChaCha8Rng::seed_from_u64(sampling.seed), sampling })
     }
 
     /// The next token, or `None` when no logit is a number.
@@ -113,7 +113,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PLAIN: Sampling = Sampling { temperature: 1.0, top_p: 1.0, top_k: 0, seed: 7 };
+    fn plain() -> Sampling {
+        Sampling { seed: 7, ..Sampling::default() }
+    }
 
     fn shares(sampling: Sampling, logits: &[f32]) -> Vec<f64> {
         const DRAWS: usize = 40_000;
@@ -139,8 +141,8 @@ mod tests {
 
     #[test]
     fn draws_follow_the_distribution() {
-        assert_shares(&shares(PLAIN, &logits()), &[0.5, 0.25, 0.15, 0.1]);
-        let hot = Sampling { temperature: 2.0, ..PLAIN };
+        assert_shares(&shares(plain(), &logits()), &[0.5, 0.25, 0.15, 0.1]);
+        let hot = Sampling { temperature: 2.0, ..plain() };
         let roots = [0.5f64, 0.25, 0.15, 0.1].map(f64::sqrt);
         let sum: f64 = roots.iter().sum();
         assert_shares(&shares(hot, &logits()), &roots.map(|r| r / sum));
@@ -148,19 +150,19 @@ mod tests {
 
     #[test]
     fn filters_keep_the_right_tokens() {
-        let top_k = Sampling { top_k: 2, ..PLAIN };
+        let top_k = Sampling { top_k: 2, ..plain() };
         assert_shares(&shares(top_k, &logits()), &[2.0 / 3.0, 1.0 / 3.0, 0.0, 0.0]);
-        let top_p = Sampling { top_p: 0.76, ..PLAIN };
+        let top_p = Sampling { top_p: 0.76, ..plain() };
         assert_shares(&shares(top_p, &logits()), &[0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0.0]);
-        let both = Sampling { top_p: 0.6, top_k: 3, ..PLAIN };
+        let both = Sampling { top_p: 0.6, top_k: 3, ..plain() };
         assert_shares(&shares(both, &logits()), &[2.0 / 3.0, 1.0 / 3.0, 0.0, 0.0]);
-        let tiny = Sampling { top_p: 0.0, ..PLAIN };
+        let tiny = Sampling { top_p: 0.0, ..plain() };
         assert_shares(&shares(tiny, &logits()), &[1.0, 0.0, 0.0, 0.0]);
     }
 
     #[test]
     fn greedy_takes_the_first_of_the_best() {
-        let mut greedy = Sampler::new(Sampling { temperature: 0.0, ..PLAIN }).unwrap();
+        let mut greedy = Sampler::new(Sampling { temperature: 0.0, ..plain() }).unwrap();
         assert_eq!(greedy.sample(&[1.0, 3.0, 3.0, f32::NAN]), Some(1));
         assert_eq!(greedy.sample(&[f32::NAN, f32::NEG_INFINITY]), Some(1));
         assert_eq!(greedy.sample(&[f32::NAN]), None);
@@ -169,7 +171,7 @@ mod tests {
     #[test]
     fn a_seed_fixes_the_answer() {
         let run = |seed| {
-            let mut sampler = Sampler::new(Sampling { seed, ..PLAIN }).unwrap();
+            let mut sampler = Sampler::new(Sampling { seed, ..plain() }).unwrap();
             (0..64).map(|_| sampler.sample(&logits()).unwrap()).collect::<Vec<_>>()
         };
         assert_eq!(run(1), run(1));
@@ -183,11 +185,11 @@ mod tests {
     #[test]
     fn absurd_parameters_are_refused() {
         for temperature in [-1.0, f32::NAN, f32::INFINITY] {
-            let error = Sampler::new(Sampling { temperature, ..PLAIN }).unwrap_err();
+            let error = Sampler::new(Sampling { temperature, ..plain() }).unwrap_err();
             assert_eq!(error, SamplingError::Temperature);
         }
         for top_p in [-0.5, 1.5, f32::NAN] {
-            assert_eq!(Sampler::new(Sampling { top_p, ..PLAIN }).unwrap_err(), SamplingError::TopP);
+            assert_eq!(Sampler::new(Sampling { top_p, ..plain() }).unwrap_err(), SamplingError::TopP);
         }
     }
 
@@ -201,7 +203,7 @@ mod tests {
             top_k in 0u32..50,
             seed: u64,
         ) {
-            let mut sampler = Sampler::new(Sampling { temperature, top_p, top_k, seed }).unwrap();
+            let mut sampler = Sampler::new(Sampling { temperature, top_p, top_k, seed, ..plain() }).unwrap();
             match sampler.sample(&logits) {
                 Some(token) => prop_assert!(!logits[token as usize].is_nan()),
                 None => prop_assert!(logits.iter().all(|x| x.is_nan())),

@@ -59,7 +59,11 @@ impl Decoder {
     /// # Errors
     /// What the worker said.
     pub async fn prepare(&self, id: &str, tokens: &[u32]) -> Result<u32, WorkerError> {
-        let request = DecodeRequest::Prepare { request_id: id.to_owned(), tokens: tokens.to_vec().into() };
+        let request = DecodeRequest::Prepare {
+            request_id: id.to_owned(),
+            tokens: tokens.to_vec().into(),
+            constraint: None,
+        };
         match self.client.call(&request, LIMIT).await.unwrap() {
             DecodeEvent::Prepared { resident_tokens, .. } => Ok(resident_tokens),
             DecodeEvent::Error(e) => Err(e),
@@ -95,10 +99,13 @@ impl Decoder {
         let spec = GenerateSpec {
             request_id: id.to_owned(),
             max_new_tokens,
-            sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 },
+            sampling: Sampling::greedy(),
             stop_token_ids: vec![],
             require,
             transfer_timeout_ms: 30_000,
+            choices: 1,
+            logprobs: None,
+            prompt_logprobs: None,
         };
         self.client.request(&DecodeRequest::Generate(spec)).await.unwrap()
     }
@@ -112,7 +119,7 @@ impl Decoder {
             let event = tokio::time::timeout(LIMIT * 3, events.next()).await;
             match event.unwrap_or_else(|_| panic!("{id}: the answer stalled after {answer:?}")) {
                 Some(Incoming::Event(DecodeEvent::Started(r))) => answer.receipt = Some(*r),
-                Some(Incoming::Event(DecodeEvent::Token { ids })) => {
+                Some(Incoming::Event(DecodeEvent::Token { ids, .. })) => {
                     answer.ids.extend(ids);
                     answer.at.push(begun.elapsed());
                 }

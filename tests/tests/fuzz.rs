@@ -315,10 +315,13 @@ fn control_messages() {
     let generate = GenerateSpec {
         request_id: id(),
         max_new_tokens: 5,
-        sampling: Sampling { temperature: 0.5, top_p: 0.9, top_k: 40, seed: u64::MAX },
+        sampling: Sampling { temperature: 0.5, top_p: 0.9, top_k: 40, seed: u64::MAX, ..Sampling::default() },
         stop_token_ids: vec![2],
         require: Require::Complete,
         transfer_timeout_ms: 1,
+        choices: 1,
+        logprobs: None,
+        prompt_logprobs: None,
     };
     let hello = decoder_hello();
     let pair = PairSpec {
@@ -335,7 +338,7 @@ fn control_messages() {
     };
     let error = WorkerError::new(WorkerErrorCode::Busy, "é");
     let corpus = vec![
-        json(DecodeRequest::Prepare { request_id: id(), tokens: vec![1, 2].into() }),
+        json(DecodeRequest::Prepare { request_id: id(), tokens: vec![1, 2].into(), constraint: None }),
         json(DecodeRequest::OpenTransfer {
             request_id: id(),
             token_start: 0,
@@ -346,7 +349,7 @@ fn control_messages() {
         json(DecodeRequest::Generate(generate)),
         json(DecodeRequest::GetStats),
         json(DecodeEvent::Offer(offer)),
-        json(DecodeEvent::Token { ids: vec![1, 2] }),
+        json(DecodeEvent::Token { choice: 0, ids: vec![1, 2], logprobs: vec![] }),
         json(DecodeEvent::Error(error.clone())),
         json(PrefillRequest::Pair(pair)),
         json(PrefillRequest::Prefill(prefill)),

@@ -7,7 +7,9 @@ use shared::keys::BlockKey;
 use std::time::Duration;
 use tokio::sync::mpsc as queue;
 
-const GREEDY: Sampling = Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 };
+fn greedy() -> Sampling {
+    Sampling::greedy()
+}
 
 struct Bench {
     handle: EngineHandle,
@@ -46,7 +48,7 @@ impl Bench {
             served: Served::default(),
             receipt,
             max_new_tokens,
-            sampler: Sampler::new(GREEDY).unwrap(),
+            sampler: Sampler::new(greedy()).unwrap(),
             stop_token_ids: vec![],
             library: self.library.clone(),
             events,

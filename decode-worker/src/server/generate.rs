@@ -83,10 +83,10 @@ async fn answer(
                         other => break other.ok(),
                     }
                 };
-                (DecodeEvent::Token { ids }, false)
+                (DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }, false)
             }
             JobEvent::Finished { reason, completion_tokens, decode_ms } => {
-                (DecodeEvent::Finished { reason, completion_tokens, decode_ms }, true)
+                (DecodeEvent::Finished { choice: 0, reason, completion_tokens, decode_ms }, true)
             }
             JobEvent::Failed(error) => {
                 return Err(WorkerError::new(WorkerErrorCode::Engine, error.to_string()));

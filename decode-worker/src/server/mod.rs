@@ -110,7 +110,7 @@ impl Handler for Decoder {
     ) {
         let core = &self.core;
         let answer = match request {
-            DecodeRequest::Prepare { request_id, tokens } => core.prepare(connection, request_id, tokens),
+            DecodeRequest::Prepare { request_id, tokens, .. } => core.prepare(connection, request_id, tokens),
             DecodeRequest::OpenTransfer { request_id, token_start, token_end, idle_timeout_ms } => {
                 let idle = Duration::from_millis(idle_timeout_ms.max(1));
                 core.open_transfer((connection, request_id), token_start, token_end, idle).await

@@ -216,7 +216,7 @@ async fn nonsense_is_refused_for_that_request_alone() {
         prepare(&client, id, &[1]).await.unwrap();
     }
     assert_eq!(code(prepare(&client, "d", &[1]).await), Busy);
-    let bad = Sampling { temperature: -1.0, top_p: 1.0, top_k: 0, seed: 0 };
+    let bad = Sampling { temperature: -1.0, ..Sampling::default() };
     let error = collect(generate(&client, GenerateSpec { sampling: bad, ..spec("b", 3) }).await).await;
     assert_eq!(error.unwrap_err().code, InvalidRequest);
     let (_, ids, _) = collect(generate(&client, spec("second", 3)).await).await.unwrap();

@@ -59,6 +59,7 @@ fn sampling(f: &Fields) -> Result<Sampling, ApiError> {
         top_p: top_p as f32,
         top_k: u32::try_from(top_k).unwrap_or(u32::MAX),
         seed,
+        ..Sampling::default()
     })
 }
 

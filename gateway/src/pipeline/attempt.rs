@@ -137,8 +137,11 @@ impl<'a> Attempt<'a> {
     }
 
     async fn prepare(&self, decoder: &DecodeLink) -> Result<(u32, u32), Stop> {
-        let request =
-            DecodeRequest::Prepare { request_id: self.worker_id.clone(), tokens: self.job.tokens.clone() };
+        let request = DecodeRequest::Prepare {
+            request_id: self.worker_id.clone(),
+            tokens: self.job.tokens.clone(),
+            constraint: None,
+        };
         match self.call(decoder, &request).await? {
             DecodeEvent::Prepared { resident_tokens, queue, rates } => {
                 decoder.learn(rates);
@@ -253,10 +256,13 @@ impl<'a> Attempt<'a> {
         let spec = GenerateSpec {
             request_id: self.worker_id.clone(),
             max_new_tokens,
-            sampling: self.job.sampling,
+            sampling: self.job.sampling.clone(),
             stop_token_ids: self.ctx.model.spec.eos_token_ids.clone(),
             require: self.job.require,
             transfer_timeout_ms: millis(deadlines::prompt(self.prompt_tokens, queued, rate)),
+            choices: 1,
+            logprobs: None,
+            prompt_logprobs: None,
         };
         decoder.client.request(&DecodeRequest::Generate(spec)).await.map_err(lost)
     }

@@ -67,7 +67,7 @@ impl Attempt<'_> {
                     self.send(Event::Progress { done_tokens, total_tokens }).await?;
                 }
                 DecodeEvent::Started(r) => receipt = Some(r),
-                DecodeEvent::Token { ids } => {
+                DecodeEvent::Token { ids, .. } => {
                     match previous.replace(now) {
                         None => *last = self.started(&mut run, receipt.as_deref()).await?,
                         Some(earlier) => {
@@ -85,7 +85,7 @@ impl Attempt<'_> {
                         return Ok(());
                     }
                 }
-                DecodeEvent::Finished { reason, completion_tokens: counted, decode_ms } => {
+                DecodeEvent::Finished { reason, completion_tokens: counted, decode_ms, .. } => {
                     run.guard.ended();
                     if previous.is_none() {
                         *last = self.started(&mut run, receipt.as_deref()).await?;

@@ -201,7 +201,7 @@ impl Workers {
                     tokio::time::sleep(self.script.token_delay).await;
                     let ids: Vec<u32> = piece.bytes().map(u32::from).collect();
                     sent += u32::try_from(ids.len()).unwrap();
-                    out.send(&DecodeEvent::Token { ids }).await;
+                    out.send(&DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }).await;
                     messages += 1;
                     if messages == 2 && self.script.prefill == Some(PrefillScript::LostLate) {
                         self.prefill_shutdown.cancel();
@@ -215,7 +215,8 @@ impl Workers {
                 }
             }
             let reason = if sent >= spec.max_new_tokens { FinishReason::Length } else { FinishReason::Stop };
-            out.send(&DecodeEvent::Finished { reason, completion_tokens: sent, decode_ms: 1.0 }).await;
+            out.send(&DecodeEvent::Finished { choice: 0, reason, completion_tokens: sent, decode_ms: 1.0 })
+                .await;
         };
         tokio::select! {
             () = answer => {}
@@ -235,7 +236,7 @@ impl Handler for Decode {
 
     async fn handle(&self, _: ConnectionId, request: DecodeRequest, out: Responder<DecodeEvent>) {
         match request {
-            DecodeRequest::Prepare { request_id, tokens } => {
+            DecodeRequest::Prepare { request_id, tokens, .. } => {
                 let (transfer, _) = watch::channel(Transfer::None);
                 let tokens = u32::try_from(tokens.len()).unwrap();
                 let request = Request { tokens, transfer, cancel: CancellationToken::new() };

@@ -138,16 +138,19 @@ impl Session {
         let spec = GenerateSpec {
             request_id: id.to_owned(),
             max_new_tokens: GREEDY_TOKENS,
-            sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 },
+            sampling: Sampling::greedy(),
             stop_token_ids: model.spec.eos_token_ids.clone(),
             require: if bridged { Require::Complete } else { Require::Nothing },
             transfer_timeout_ms: u64::try_from(STEP_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
+            choices: 1,
+            logprobs: None,
+            prompt_logprobs: None,
         };
         let mut events = self.decode.1.request(&DecodeRequest::Generate(spec)).await?;
         let mut tokens = Vec::new();
         loop {
             match next(&mut events).await? {
-                DecodeEvent::Token { ids } => tokens.extend(ids),
+                DecodeEvent::Token { ids, .. } => tokens.extend(ids),
                 DecodeEvent::Progress { .. } | DecodeEvent::Started(_) => {}
                 DecodeEvent::Finished { .. } => break,
                 DecodeEvent::Error(error) => return Err(VerifyError::Worker { step: "generate", error }),
@@ -184,7 +187,11 @@ impl Session {
     }
 
     async fn prepare(&self, id: &str) -> Result<u32, VerifyError> {
-        let request = DecodeRequest::Prepare { request_id: id.to_owned(), tokens: self.tokens.clone() };
+        let request = DecodeRequest::Prepare {
+            request_id: id.to_owned(),
+            tokens: self.tokens.clone(),
+            constraint: None,
+        };
         match self.decode.1.call(&request, deadlines::exchange(self.length())).await? {
             DecodeEvent::Prepared { resident_tokens, .. } => Ok(resident_tokens),
             DecodeEvent::Error(error) => Err(VerifyError::Worker { step: "prepare", error }),

@@ -19,6 +19,9 @@ pub enum DecodeRequest {
         request_id: String,
         /// The whole prompt.
         tokens: TokenIds,
+        /// What the answer must look like; compiled now, so that a bad one is refused before any work.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        constraint: Option<Constraint>,
     },
     /// Opens a transfer for a prepared request; answered by [`DecodeEvent::Offer`].
     OpenTransfer {
@@ -39,12 +42,21 @@ pub enum DecodeRequest {
         abort: Abort,
     },
     /// Answers a prepared request. Events: [`DecodeEvent::Progress`]*, [`DecodeEvent::Started`],
-    /// [`DecodeEvent::Token`]*, then [`DecodeEvent::Finished`] or [`DecodeEvent::Error`].
+    /// [`DecodeEvent::PromptLogprobs`]*, [`DecodeEvent::Token`]*, then one [`DecodeEvent::Finished`] per choice or one
+    /// [`DecodeEvent::Error`].
     Generate(GenerateSpec),
     /// Ends a request in any state and frees all it held. No answer; unknown requests are ignored.
     Cancel {
         /// The request.
         request_id: String,
+    },
+    /// Ends one choice of a running request, as when a stop string was found in its text. Answered by that
+    /// choice's [`DecodeEvent::Finished`]; unknown ones are ignored.
+    StopChoice {
+        /// The request.
+        request_id: String,
+        /// Which of its choices.
+        choice: u32,
     },
     /// Asks for the K/V projection weights of every layer, to make this decoder's cache with.
     /// Events: one binary message per layer (safetensors: `k_proj.weight`, `v_proj.weight`, optional
@@ -89,13 +101,27 @@ pub enum DecodeEvent {
     },
     /// The prompt is in; tokens follow. The receipt is what the verdict is written from.
     Started(Box<DecodeReceipt>),
-    /// One or more new tokens.
+    /// Log probabilities of prompt tokens, in order, when asked for; the first prompt token has none.
+    PromptLogprobs {
+        /// One for each of the next prompt tokens, beginning with the second of the prompt.
+        logprobs: Vec<TokenLogprobs>,
+    },
+    /// One or more new tokens of one choice.
     Token {
+        /// Which choice.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        choice: u32,
         /// Ids in order.
         ids: Vec<u32>,
+        /// One for each id when asked for, else empty.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        logprobs: Vec<TokenLogprobs>,
     },
-    /// The answer is complete.
+    /// A choice is complete; after the last of them nothing follows.
     Finished {
+        /// Which choice.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        choice: u32,
         /// Why it ended.
         reason: FinishReason,
         /// Tokens produced, a final stop token not counted.
@@ -264,10 +290,54 @@ pub struct GenerateSpec {
     pub require: Require,
     /// Longest wait for the request's transfer before falling back.
     pub transfer_timeout_ms: u64,
+    /// Independent answers to the one prompt; choice `i` draws with seed `sampling.seed + i`.
+    #[serde(default = "one")]
+    pub choices: u32,
+    /// Also tell each answer token's log probability, and those of this many of the likeliest tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub logprobs: Option<u32>,
+    /// The same for the prompt's tokens. The decoder then computes the whole prompt itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt_logprobs: Option<u32>,
 }
 
-/// Sampling parameters; `temperature` 0 is greedy.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+/// What an answer must look like. The decoder masks every token that would break it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Constraint {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that a schema accepts.
+    JsonSchema {
+        /// The schema, as JSON text.
+        schema: String,
+    },
+    /// A grammar in llguidance's Lark dialect.
+    Lark {
+        /// The grammar.
+        grammar: String,
+    },
+    /// A regular expression over the whole answer.
+    Regex {
+        /// The expression.
+        pattern: String,
+    },
+}
+
+/// Log probability of a token under the model's own distribution (after temperature 1, before any filter or
+/// penalty), natural logarithm.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TokenLogprobs {
+    /// Of the token itself.
+    pub logprob: f32,
+    /// The likeliest tokens, likeliest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Sampling parameters; `temperature` 0 is greedy. Applied in this order: constraint mask, `logit_bias`,
+/// penalties, temperature, `top_k`, `top_p`, `min_p`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
     /// Logits are divided by this; 0 takes the most likely token.
     pub temperature: f32,
@@ -277,6 +347,69 @@ pub struct Sampling {
     pub top_k: u32,
     /// Seed; the same seed and prompt give the same answer.
     pub seed: u64,
+    /// Drops tokens less likely than this share of the likeliest; 0 keeps all.
+    #[serde(default, skip_serializing_if = "is_zero_f32")]
+    pub min_p: f32,
+    /// Subtracted from the logit of every token that the answer already has.
+    #[serde(default, skip_serializing_if = "is_zero_f32")]
+    pub presence_penalty: f32,
+    /// Subtracted once for each time that the answer already has the token.
+    #[serde(default, skip_serializing_if = "is_zero_f32")]
+    pub frequency_penalty: f32,
+    /// Logits of tokens in prompt or answer are divided by this when positive, else multiplied; 1 changes nothing.
+    #[serde(default = "one_f32", skip_serializing_if = "is_one_f32")]
+    pub repetition_penalty: f32,
+    /// Added to the logits of these tokens.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub logit_bias: Vec<(u32, f32)>,
+}
+
+impl Sampling {
+    /// Always the likeliest token.
+    #[must_use]
+    pub fn greedy() -> Self {
+        Self { temperature: 0.0, ..Self::default() }
+    }
+}
+
+impl Default for Sampling {
+    /// The model's own distribution, seed 0.
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            seed: 0,
+            min_p: 0.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+        }
+    }
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn one_f32() -> f32 {
+    1.0
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_zero(value: &u32) -> bool {
+    *value == 0
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_zero_f32(value: &f32) -> bool {
+    *value == 0.0
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_one_f32(value: &f32) -> bool {
+    *value == 1.0
 }
 
 /// What a client demands of the bridge (`X-PD-Bridge-Require`).

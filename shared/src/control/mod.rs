@@ -13,9 +13,9 @@ pub use client::{ControlClient, ControlError, EventStream, Incoming};
 pub use handshake::{ClusterKey, ClusterKeyError};
 pub use hello::{CacheIdentity, Hello, KvRecipe, PROTOCOL_VERSION, Rates, Role, RopeRecipe};
 pub use messages::{
-    DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats, FinishReason, GenerateSpec, PairSpec,
-    PrefillEvent, PrefillReport, PrefillRequest, PrefillSpec, PrefillStats, Require, Sampling, TransferOffer,
-    WorkerError, WorkerErrorCode,
+    Constraint, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats, FinishReason, GenerateSpec, PairSpec,
+    PrefillEvent, PrefillReport, PrefillRequest, PrefillSpec, PrefillStats, Require, Sampling, TokenLogprobs,
+    TransferOffer, WorkerError, WorkerErrorCode,
 };
 pub use server::{ConnectionId, Handler, Responder, serve};
 

@@ -107,7 +107,7 @@ impl Handler for State {
 
     async fn handle(&self, _: ConnectionId, request: DecodeRequest, responder: Responder<DecodeEvent>) {
         match request {
-            DecodeRequest::Prepare { request_id, tokens } => {
+            DecodeRequest::Prepare { request_id, tokens, .. } => {
                 self.prompts.lock().unwrap().insert(request_id, tokens.len());
                 let prepared =
                     DecodeEvent::Prepared { resident_tokens: 0, queue: 0, rates: Rates::default() };
@@ -178,9 +178,10 @@ async fn answer(
             Step::Started => DecodeEvent::Started(Box::new(receipt(prompt))),
             Step::Tokens(ids) => {
                 sent += ids.len();
-                DecodeEvent::Token { ids }
+                DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }
             }
             Step::Finished(reason) => DecodeEvent::Finished {
+                choice: 0,
                 reason,
                 completion_tokens: u32::try_from(sent).unwrap(),
                 decode_ms: 1.0,

@@ -174,7 +174,8 @@ impl Bench {
 }
 
 pub(super) async fn prepare(client: &Client, id: &str, tokens: &[u32]) -> Result<u32, WorkerError> {
-    let request = DecodeRequest::Prepare { request_id: id.into(), tokens: tokens.to_vec().into() };
+    let request =
+        DecodeRequest::Prepare { request_id: id.into(), tokens: tokens.to_vec().into(), constraint: None };
     match client.call(&request, LIMIT).await.unwrap() {
         DecodeEvent::Prepared { resident_tokens, .. } => Ok(resident_tokens),
         DecodeEvent::Error(error) => Err(error),
@@ -205,10 +206,13 @@ pub(super) fn spec(id: &str, max_new_tokens: u32) -> GenerateSpec {
     GenerateSpec {
         request_id: id.into(),
         max_new_tokens,
-        sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 },
+        sampling: Sampling::greedy(),
         stop_token_ids: vec![],
         require: Require::Nothing,
         transfer_timeout_ms: 5000,
+        choices: 1,
+        logprobs: None,
+        prompt_logprobs: None,
     }
 }
 
@@ -223,7 +227,7 @@ pub(super) async fn collect(mut events: EventStream<DecodeEvent>) -> Answer {
     loop {
         match events.next().await {
             Some(Incoming::Event(DecodeEvent::Started(r))) => receipt = Some(*r),
-            Some(Incoming::Event(DecodeEvent::Token { ids: new })) => {
+            Some(Incoming::Event(DecodeEvent::Token { ids: new, .. })) => {
                 assert!(receipt.is_some(), "a token before the receipt");
                 ids.extend(new);
             }
