@@ -1,5 +1,6 @@
 //! The command line: what `pd-bridge` can do, and its exit codes.
 
+use crate::bus_keys::{self, BusKeysArgs};
 use crate::serve::{ServeError, serve_forever};
 use crate::settings::GatewayArgs;
 use crate::up::{self, ChildError, UpArgs};
@@ -25,6 +26,15 @@ enum Command {
     Gateway(Box<GatewayCommand>),
     /// Compare the prefill worker's caches with the decoder's own
     Verify(VerifyArgs),
+    /// Prepare the message bus that agents and operators meet on
+    #[command(subcommand)]
+    Bus(BusCommand),
+}
+
+#[derive(Debug, Subcommand)]
+enum BusCommand {
+    /// Make keys, certificates and the NATS server's configuration, or add a machine to them
+    Keys(BusKeysArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -59,6 +69,9 @@ pub(crate) fn main() -> ExitCode {
                 init_logging(false);
                 verify::run(args).await.map_err(|e| ServeError::Verify(Box::new(e)))
             }
+            Command::Bus(BusCommand::Keys(args)) => {
+                bus_keys::run(&args).map(|()| ExitCode::SUCCESS).map_err(ServeError::from)
+            }
         }
     });
     // Blocking reads of stdin or a running tokenizer must not keep the process.
@@ -75,8 +88,11 @@ async fn gateway(command: GatewayCommand) -> Result<(), ServeError> {
 #[allow(clippy::print_stderr, reason = "the last words of a command line program")]
 fn fail(error: &ServeError) -> ExitCode {
     eprintln!("pd-bridge: {error}");
-    let bad_setting =
-        matches!(error, ServeError::Settings(_) | ServeError::Child(ChildError::BadSetting { .. }));
+    let bad_setting = match error {
+        ServeError::Settings(_) | ServeError::Child(ChildError::BadSetting { .. }) => true,
+        ServeError::BusKeys(error) => error.is_bad_setting(),
+        _ => false,
+    };
     ExitCode::from(if bad_setting { EXIT_BAD_SETTING } else { 1 })
 }
 

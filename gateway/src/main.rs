@@ -1,5 +1,6 @@
 //! OpenAI-compatible front door of pd-bridge.
 
+mod bus_keys;
 mod cli;
 mod deadlines;
 mod fleet;

@@ -22,7 +22,7 @@ use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
     Opts, Registry, TextEncoder,
 };
-use shared::verdict::Verdict;
+use shared::verdict::{Verdict, VerdictKind};
 use std::time::Duration;
 
 /// All metrics of the gateway.
@@ -81,16 +81,10 @@ impl Stage {
     }
 }
 
-/// Values of the `reason` label; anything else is counted as `other`, which bounds the label.
-const REASONS: &[&str] = &[
-    "",
-    // plans
-    "short_prompt",
-    "no_prefill_worker",
-    "predicted_slower",
-    "forced",
-    "evicted",
-    // transfers
+/// Reasons of a plan.
+const PLAN_REASONS: &[&str] = &["short_prompt", "no_prefill_worker", "predicted_slower", "forced", "evicted"];
+/// Reasons of a transfer that came to little or nothing.
+const TRANSFER_REASONS: &[&str] = &[
     "nothing_arrived",
     "short_transfer",
     "bad_ticket",
@@ -107,7 +101,9 @@ const REASONS: &[&str] = &[
     "prefill_failed",
     "prefill_busy",
     "internal",
-    // errors
+];
+/// Reasons of an error.
+const ERROR_REASONS: &[&str] = &[
     "invalid_request",
     "context_length_exceeded",
     "unauthorized",
@@ -124,6 +120,27 @@ const REASONS: &[&str] = &[
     "client_gone",
 ];
 
+/// Whether a reason may be a label; anything else is counted as `other`, which bounds the label.
+fn is_known(reason: &str) -> bool {
+    reason.is_empty() || [PLAN_REASONS, TRANSFER_REASONS, ERROR_REASONS].iter().any(|r| r.contains(&reason))
+}
+
+/// Counters that exist from the start, at 0. `increase()` over a counter that appears at 1 says 0, and a home lab's
+/// first failure of a kind would raise no alert.
+fn expected() -> impl Iterator<Item = (VerdictKind, &'static str)> {
+    let each = |verdict: VerdictKind, reasons: &'static [&'static str]| {
+        reasons.iter().map(move |reason| (verdict, *reason))
+    };
+    each(VerdictKind::Complete, &[""])
+        .chain(each(VerdictKind::Warm, &[""]))
+        .chain(each(VerdictKind::Partial, TRANSFER_REASONS))
+        .chain(each(VerdictKind::Failed, TRANSFER_REASONS))
+        .chain(each(VerdictKind::Native, PLAN_REASONS))
+        .chain(each(VerdictKind::Native, ERROR_REASONS))
+        .chain(each(VerdictKind::Refused, PLAN_REASONS))
+        .chain(each(VerdictKind::Refused, TRANSFER_REASONS))
+}
+
 impl Metrics {
     /// Creates and registers everything.
     ///
@@ -132,8 +149,12 @@ impl Metrics {
     pub(crate) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
         let made = Made(&registry);
+        let requests = made.counters("requests_total", "Answered requests.", &["verdict", "reason"])?;
+        for (verdict, reason) in expected() {
+            requests.with_label_values(&[verdict.as_str(), reason]);
+        }
         Ok(Self {
-            requests: made.counters("requests_total", "Answered requests.", &["verdict", "reason"])?,
+            requests,
             in_flight: made.gauge("requests_in_flight", "Requests being answered.")?,
             ttft: made.histograms("ttft_seconds", "Arrival to first token.", &["verdict"], SLOW)?,
             inter_token: made.histogram(
@@ -164,7 +185,7 @@ impl Metrics {
     /// Counts the end of a request, with the verdict it ended with.
     pub(crate) fn ended(&self, verdict: &Verdict, elapsed: Duration) {
         let reason = verdict.reason.as_deref().unwrap_or("");
-        let reason = if REASONS.contains(&reason) { reason } else { "other" };
+        let reason = if is_known(reason) { reason } else { "other" };
         self.requests.with_label_values(&[verdict.verdict.as_str(), reason]).inc();
         self.e2e.with_label_values(&[verdict.verdict.as_str()]).observe(elapsed.as_secs_f64());
     }
@@ -261,7 +282,7 @@ fn opts(name: &str, help: &str) -> Opts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shared::verdict::{Parties, VerdictKind};
+    use shared::verdict::Parties;
 
     #[test]
     fn free_text_never_becomes_a_label() {
@@ -274,5 +295,11 @@ mod tests {
         let text = String::from_utf8(metrics.render()).unwrap();
         assert!(text.contains(r#"pd_bridge_requests_total{reason="checksum",verdict="failed"} 1"#), "{text}");
         assert!(text.contains(r#"reason="other""#) && !text.contains("0x1234"));
+    }
+
+    #[test]
+    fn a_first_failure_is_an_increase() {
+        let text = String::from_utf8(Metrics::new().unwrap().render()).unwrap();
+        assert!(text.contains(r#"pd_bridge_requests_total{reason="timeout",verdict="failed"} 0"#), "{text}");
     }
 }

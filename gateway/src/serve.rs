@@ -44,6 +44,9 @@ pub(crate) enum ServeError {
     /// Verification failed to run.
     #[error(transparent)]
     Verify(Box<crate::verify::VerifyError>),
+    /// The bus's keys could not be made.
+    #[error(transparent)]
+    BusKeys(#[from] crate::bus_keys::BusKeysError),
     /// No async runtime.
     #[error("can't start: {0}")]
     Runtime(std::io::Error),

@@ -16,6 +16,7 @@ pub mod golden;
 pub mod http;
 pub mod paths;
 pub mod process;
+pub mod prometheus;
 pub mod scene;
 pub mod stack;
 pub mod tiny;

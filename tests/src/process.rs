@@ -5,7 +5,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Deserialize;
 use std::io::{BufRead as _, BufReader};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -35,8 +35,14 @@ impl Process {
     /// Starts a release binary. Its stderr goes to a file that a panic shows the end of.
     #[must_use]
     pub fn start(program: &str, args: &[String]) -> Self {
+        Self::start_at(&paths::bin(program), args)
+    }
+
+    /// Starts any program.
+    #[must_use]
+    pub fn start_at(program: &Path, args: &[String]) -> Self {
         let log = tempfile::NamedTempFile::new().unwrap();
-        let mut command = Command::new(paths::bin(program));
+        let mut command = Command::new(program);
         command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log.reopen().unwrap());
         command.env_remove("RUST_LOG");
         let mut child = command.spawn().unwrap();
