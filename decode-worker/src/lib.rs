@@ -5,9 +5,12 @@
 //! - [`store`]: blocks of finished cache, by the tokens they hold
 //! - [`ingest`]: blocks arriving from a prefill worker
 //! - [`server`]: what the gateway may ask
-//! - [`sampler`], [`rates`], [`identity`], [`settings`]: choosing tokens, measured speeds, who this decoder is, options
+//! - [`sampler`]: from logits to a token
+//! - [`constraint`]: which tokens keep an answer in its form
+//! - [`rates`], [`identity`], [`settings`]: measured speeds, who this decoder is, options
 
 pub mod block;
+pub mod constraint;
 pub mod engine;
 pub mod identity;
 pub mod ingest;

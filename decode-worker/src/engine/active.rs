@@ -127,7 +127,7 @@ impl<E: Engine> Active<E> {
         rates.prefilled(end - done, took);
         self.sequence = Some(sequence);
         match logits {
-            Some(logits) if last => self.started(&logits),
+            Some(logits) if last => self.started(logits),
             _ => {
                 if done / RELEASE_EVERY_PROMPT_TOKENS < end / RELEASE_EVERY_PROMPT_TOKENS {
                     engine.release_unused_memory()?;
@@ -159,7 +159,7 @@ impl<E: Engine> Active<E> {
         Ok(sequence)
     }
 
-    fn started(&mut self, logits: &[f32]) -> Result<(), EngineError> {
+    fn started(&mut self, logits: Vec<f32>) -> Result<(), EngineError> {
         self.job.receipt.prefill_ms = ms(self.prefill);
         self.send(JobEvent::Started(Box::new(self.job.receipt.clone())));
         self.decode_began = Instant::now();
@@ -178,11 +178,11 @@ impl<E: Engine> Active<E> {
         if self.completion_tokens.is_multiple_of(RELEASE_EVERY_TOKENS) {
             engine.release_unused_memory()?;
         }
-        self.choose(&logits)
+        self.choose(logits)
     }
 
-    fn choose(&mut self, logits: &[f32]) -> Result<(), EngineError> {
-        let token = self.job.sampler.sample(logits);
+    fn choose(&mut self, mut logits: Vec<f32>) -> Result<(), EngineError> {
+        let token = self.job.sampler.sample(&mut logits, None);
         let token = token.ok_or_else(|| EngineError("the model's logits are not numbers".to_owned()))?;
         self.decode_ms = ms(self.decode_began.elapsed());
         if self.job.stop_token_ids.contains(&token) {

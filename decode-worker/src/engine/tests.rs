@@ -48,7 +48,7 @@ impl Bench {
             served: Served::default(),
             receipt,
             max_new_tokens,
-            sampler: Sampler::new(greedy()).unwrap(),
+            sampler: Sampler::new(greedy(), &[]).unwrap(),
             stop_token_ids: vec![],
             library: self.library.clone(),
             events,

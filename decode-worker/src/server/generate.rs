@@ -44,8 +44,8 @@ async fn answer(
 ) -> Result<(), WorkerError> {
     let invalid =
         |e: &dyn std::fmt::Display| WorkerError::new(WorkerErrorCode::InvalidRequest, e.to_string());
-    let sampler = Sampler::new(spec.sampling).map_err(|e| invalid(&e))?;
     let Prepared { tokens, lease, transfer, .. } = prepared;
+    let sampler = Sampler::new(spec.sampling, &tokens).map_err(|e| invalid(&e))?;
     let waiting = Instant::now();
     let received = wait(transfer, Duration::from_millis(spec.transfer_timeout_ms)).await;
     let (served, mut receipt) = gather(tokens.len(), core.parts.block_tokens, lease, received);

@@ -85,6 +85,13 @@ impl Detokenizer {
     }
 }
 
+/// Bytes of a byte-level token.
+pub(super) fn token_bytes(token: &str) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(token.len());
+    append_token_bytes(&mut bytes, token);
+    bytes
+}
+
 /// Bytes of a byte-level token; a token outside the byte alphabet (an added token) stands for its own spelling.
 fn append_token_bytes(out: &mut Vec<u8>, token: &str) {
     let start = out.len();

@@ -122,14 +122,36 @@ impl Tokenizer {
         vocabulary.simple_id_to_token(id).is_some_and(|token| vocabulary.is_special_token(&token))
     }
 
+    /// Bytes that a token adds to a text; `None` for special tokens and ids without a token.
+    ///
+    /// Byte-level vocabularies spell bytes in their own alphabet; others write a space as `▁` and single bytes as
+    /// `<0x0A>`.
+    #[must_use]
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        if self.is_special(id) {
+            return None;
+        }
+        let token = self.id_to_token(id)?;
+        if self.is_byte_level() {
+            return Some(detokenizer::token_bytes(&token));
+        }
+        let hex = token.strip_prefix("<0x").and_then(|t| t.strip_suffix('>')).filter(|hex| hex.len() == 2);
+        match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
+            Some(byte) => Some(vec![byte]),
+            None => Some(token.replace('\u{2581}', " ").into_bytes()),
+        }
+    }
+
+    /// Whether the vocabulary spells bytes in GPT-2's alphabet.
+    #[must_use]
+    pub fn is_byte_level(&self) -> bool {
+        self.inner.byte_level
+    }
+
     /// BLAKE3 of the tokenizer's definition.
     #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         self.inner.digest
-    }
-
-    fn is_byte_level(&self) -> bool {
-        self.inner.byte_level
     }
 
     fn decode_tokens(&self, ids: &[u32], skip_special: bool) -> Result<String, TokenizerError> {

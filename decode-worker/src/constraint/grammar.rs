@@ -1,0 +1,87 @@
+//! From a constraint to the grammar that llguidance compiles, with limits on what is looked at.
+
+use super::ConstraintError;
+use llguidance::api::TopLevelGrammar;
+use serde_json::{Map, Value, json};
+use shared::control::Constraint;
+
+/// Most bytes of a schema: the tools of a large agent fit ten times.
+const MAX_SCHEMA_BYTES: usize = 512 << 10;
+/// Most bytes of a grammar.
+const MAX_GRAMMAR_BYTES: usize = 128 << 10;
+/// Most bytes of a regular expression.
+const MAX_PATTERN_BYTES: usize = 16 << 10;
+/// Most brackets inside each other: the parsers below are recursive.
+const MAX_DEPTH: usize = 100;
+
+/// White space of a JSON answer: any, but not for ever. Small models otherwise fill their budget with line breaks.
+const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+
+/// What errors call a constraint.
+pub(super) fn kind(constraint: &Constraint) -> &'static str {
+    match constraint {
+        Constraint::JsonObject => "JSON object",
+        Constraint::JsonSchema { .. } => "JSON schema",
+        Constraint::Lark { .. } => "grammar",
+        Constraint::Regex { .. } => "regular expression",
+    }
+}
+
+/// The grammar of a constraint.
+pub(super) fn grammar(constraint: &Constraint) -> Result<TopLevelGrammar, ConstraintError> {
+    let kind = kind(constraint);
+    match constraint {
+        Constraint::JsonObject => Ok(of_schema(json!({"type": "object"}))),
+        Constraint::JsonSchema { schema } => {
+            check(kind, schema, MAX_SCHEMA_BYTES)?;
+            let invalid = |e: serde_json::Error| ConstraintError::Invalid { kind, message: e.to_string() };
+            Ok(of_schema(serde_json::from_str(schema).map_err(invalid)?))
+        }
+        Constraint::Lark { grammar } => {
+            check(kind, grammar, MAX_GRAMMAR_BYTES)?;
+            Ok(TopLevelGrammar::from_lark(grammar.clone()))
+        }
+        Constraint::Regex { pattern } => {
+            check(kind, pattern, MAX_PATTERN_BYTES)?;
+            Ok(TopLevelGrammar::from_regex(pattern))
+        }
+    }
+}
+
+fn of_schema(schema: Value) -> TopLevelGrammar {
+    let mut schema = match schema {
+        Value::Object(schema) => schema,
+        Value::Bool(true) => Map::new(),
+        // Anything else is not a schema, and the compiler says so.
+        other => return TopLevelGrammar::from_json_schema(other),
+    };
+    // The compiler's own options are ours to set, whatever the client's schema says.
+    schema.insert("x-guidance".to_owned(), json!({"whitespace_pattern": WHITE_SPACE}));
+    TopLevelGrammar::from_json_schema(Value::Object(schema))
+}
+
+fn check(kind: &'static str, text: &str, limit: usize) -> Result<(), ConstraintError> {
+    if text.len() > limit {
+        return Err(ConstraintError::TooLarge { kind, bytes: text.len(), limit });
+    }
+    if depth(text) > MAX_DEPTH {
+        return Err(ConstraintError::TooDeep { kind, limit: MAX_DEPTH });
+    }
+    Ok(())
+}
+
+/// Most brackets that are open at once, quotes or not: an upper bound, and only absurd texts come near the limit.
+fn depth(text: &str) -> usize {
+    let (mut open, mut most) = (0usize, 0);
+    for byte in text.bytes() {
+        match byte {
+            b'(' | b'[' | b'{' => {
+                open += 1;
+                most = most.max(open);
+            }
+            b')' | b']' | b'}' => open = open.saturating_sub(1),
+            _ => {}
+        }
+    }
+    most
+}
