@@ -4,7 +4,7 @@ MODEL ?= .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PORT  ?= 8000
 PROMPT ?= shared/docs/ARCHITECTURE.md
 
-.PHONY: help setup build run test bench-ttft verify clean
+.PHONY: help setup build run test bench-ttft bench-gateway bench-soak verify clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -25,6 +25,12 @@ test: build ## formatting, lints, unit and end-to-end tests
 
 bench-ttft: build ## time to first token, native against bridged
 	@deploy/bench/ttft.py --model "$(MODEL)" $(BENCH_ARGS)
+
+bench-gateway: build ## this gateway beside its peers, same source, client and cores
+	@deploy/bench/gateway/run.py $(BENCH_ARGS)
+
+bench-soak: build ## ten minutes of clients that leave at random; memory must come back
+	PD_TEST_SOAK_S=$(or $(SOAK_S),600) cargo test --release -p pd-tests --test load soak -- --nocapture
 
 verify: build ## is the bridged cache the decoder's own? make verify PROMPT=FILE
 	target/release/pd-bridge verify --model "$(MODEL)" --prompt-file "$(PROMPT)" --cache-dtype f16

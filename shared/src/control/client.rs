@@ -1,6 +1,7 @@
 //! The requesting side of a control connection.
 
 use super::handshake::{ClientHandshake, ClusterKey, Handshake};
+use super::server::send_all;
 use super::{Envelope, Hello};
 use bytes::Bytes;
 use futures_util::{SinkExt as _, StreamExt as _};
@@ -276,7 +277,7 @@ async fn drive<Ev: DeserializeOwned>(
                 },
                 _ = ping.tick() => Message::Ping(Bytes::new()),
             };
-            if sink.send(message).await.is_err() {
+            if send_all(&mut sink, message, &mut queue).await.is_err() {
                 return;
             }
         }

@@ -28,7 +28,8 @@ pub struct Server {
 }
 
 impl Server {
-    async fn start<H: Handler>(addr: &str, handler: Arc<H>) -> Self {
+    /// Serves a handler at an address.
+    pub async fn start<H: Handler>(addr: &str, handler: Arc<H>) -> Self {
         let listener = TcpListener::bind(addr).await.unwrap();
         let addr = listener.local_addr().unwrap().to_string();
         let shutdown = CancellationToken::new();
