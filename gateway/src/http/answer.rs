@@ -3,13 +3,12 @@
 use super::App;
 use super::bridge_headers::{self, Asked};
 use super::error::ApiError;
-use super::sampling::Common;
-use super::shape::{Kind, Shape, usage};
 use super::sse::SseBody;
+use super::telling::{Step, Telling};
+use super::voice::{Head, Voice};
 use super::write_clock::WriteClock;
 use crate::metrics::Stage;
-use crate::pipeline::{self, Event, Failure, Job};
-use axum::Json;
+use crate::pipeline::{self, AnswerSpec, Failure, Job};
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse as _, Response};
@@ -19,12 +18,12 @@ use shared::verdict::{Parties, Verdict, VerdictKind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tokio::sync::mpsc;
 
 /// Text from this size on is tokenized outside the async threads.
 const LONG_TEXT_BYTES: usize = 4096;
 
 /// A prompt, as text or as ids.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Prompt {
     /// Text to encode, with or without the tokens that the tokenizer puts around every text.
     Text(String, bool),
@@ -34,11 +33,16 @@ pub(super) enum Prompt {
 
 /// What an endpoint has read from its request.
 pub(super) struct Request {
-    pub(super) kind: Kind,
-    pub(super) prompt: Prompt,
-    pub(super) common: Common,
-    pub(super) max_new_tokens: Option<u32>,
+    /// At least one.
+    pub(super) prompts: Vec<Prompt>,
+    pub(super) spec: AnswerSpec,
+    pub(super) stream: bool,
+    /// Makes the voice, once the prompts' tokens and the answer's head are known.
+    pub(super) voice: MakeVoice,
 }
+
+/// Makes the voice of an answer.
+pub(super) type MakeVoice = Box<dyn FnOnce(Head, &[TokenIds]) -> Box<dyn Voice> + Send>;
 
 /// Names and times of one exchange, known before the body is read.
 pub(super) struct Exchange {
@@ -84,41 +88,51 @@ pub(super) async fn answer(
         return Err(ApiError::shutting_down());
     }
     let permit = app.permits.clone().try_acquire_owned().map_err(|_| ApiError::too_many_requests())?;
-    let tokens = tokenize(app, request.prompt).await?;
-    let prompt_tokens =
-        u32::try_from(tokens.len()).map_err(|_| ApiError::invalid("prompt", "far too long"))?;
-    let job = Job {
-        request_id: exchange.request_id.clone(),
-        worker_id: exchange.worker_id.clone(),
-        tokens,
-        max_new_tokens: request.max_new_tokens,
-        sampling: request.common.sampling,
-        stops: request.common.stops,
-        require: asked.require,
-        route: asked.route,
-        arrived: exchange.arrived,
-    };
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let shape = Shape::new(request.kind, &exchange.request_id, created, app.ctx.model.name.clone());
-    let mut events = pipeline::start(app.ctx.clone(), job, permit);
-    if !request.common.stream {
-        return Ok(collect(events, &shape).await);
+    let several = request.prompts.len() > 1;
+    if several && request.stream && asked.require != Require::Nothing {
+        let why = "a bridge can't be required for several prompts in one stream";
+        return Err(ApiError::unsupported("prompt", why));
     }
-    let clock = exchange.clock.clone();
-    let usage_wanted = request.common.include_usage;
-    let (verdict, body) =
-        match verdict_within(&mut events, early_after(asked, app.settings.early_headers_after)).await {
-            Some(Ok(verdict)) => {
-                let body = SseBody::after_verdict(verdict.clone(), events, shape, usage_wanted, clock);
-                (verdict, body)
-            }
-            Some(Err(failure)) => return Ok(failed(&failure)),
-            None => {
-                let parties = Parties { request_id: exchange.request_id.clone(), ..Parties::default() };
-                let pending = Verdict::without_receipt(VerdictKind::Pending, None, parties, prompt_tokens);
-                (Box::new(pending), SseBody::early(events, shape, usage_wanted, clock))
-            }
+    let tokens = tokenize_all(app, request.prompts).await?;
+    let prompt_tokens: usize = tokens.iter().map(|t| t.len()).sum();
+    let prompt_tokens =
+        u32::try_from(prompt_tokens).map_err(|_| ApiError::invalid("prompt", "far too long"))?;
+    let created_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let id = exchange.request_id.clone();
+    let voice =
+        (request.voice)(Head { id: id.clone(), created_unix_s, model: app.ctx.model.name.clone() }, &tokens);
+    let choices = request.spec.choices;
+    let permit = Arc::new(permit);
+    let start = |(i, tokens)| {
+        let part = |id: &str| if several { format!("{id}-{i}") } else { id.to_owned() };
+        let job = Job {
+            request_id: part(&exchange.request_id),
+            worker_id: part(&exchange.worker_id),
+            tokens,
+            spec: request.spec.clone(),
+            require: asked.require,
+            route: asked.route,
+            arrived: exchange.arrived,
         };
+        pipeline::start(app.ctx.clone(), job, permit.clone())
+    };
+    let events = tokens.into_iter().enumerate().map(start).collect();
+    let mut telling = Telling::new(events, choices, app.ctx.clone(), id, voice);
+    if !request.stream {
+        return Ok(collect(telling).await);
+    }
+    // With several prompts one may be far into its answer before another has begun.
+    let limit =
+        if several { Some(Duration::ZERO) } else { early_after(asked, app.settings.early_headers_after) };
+    let (verdict, early) = match verdict_within(&mut telling, limit).await {
+        Some(Ok(verdict)) => (verdict, false),
+        Some(Err(failure)) => return Ok(failed(&failure)),
+        None => {
+            let parties = Parties { request_id: exchange.request_id.clone(), ..Parties::default() };
+            (Verdict::without_receipt(VerdictKind::Pending, None, parties, prompt_tokens), true)
+        }
+    };
+    let body = SseBody::new(telling, early, exchange.clock.clone());
     let mut response = Body::from_stream(body.into_stream()).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -126,6 +140,14 @@ pub(super) async fn answer(
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     bridge_headers::set(&mut response, &verdict);
     Ok(response)
+}
+
+async fn tokenize_all(app: &Arc<App>, prompts: Vec<Prompt>) -> Result<Vec<TokenIds>, ApiError> {
+    let mut all = Vec::with_capacity(prompts.len());
+    for prompt in prompts {
+        all.push(tokenize(app, prompt).await?);
+    }
+    Ok(all)
 }
 
 async fn tokenize(app: &Arc<App>, prompt: Prompt) -> Result<TokenIds, ApiError> {
@@ -163,10 +185,10 @@ fn early_after(asked: Asked, setting: Option<Duration>) -> Option<Duration> {
 
 /// Waits for the verdict or a failure; `None` when `limit` passed first.
 async fn verdict_within(
-    events: &mut mpsc::Receiver<Event>,
+    telling: &mut Telling,
     limit: Option<Duration>,
-) -> Option<Result<Box<Verdict>, Failure>> {
-    let decided = decided(events);
+) -> Option<Result<Verdict, Box<Failure>>> {
+    let decided = decided(telling);
     match limit {
         None => Some(decided.await),
         Some(Duration::ZERO) => None,
@@ -174,50 +196,37 @@ async fn verdict_within(
     }
 }
 
-async fn decided(events: &mut mpsc::Receiver<Event>) -> Result<Box<Verdict>, Failure> {
+async fn decided(telling: &mut Telling) -> Result<Verdict, Box<Failure>> {
     loop {
-        match events.recv().await {
-            Some(Event::Started(verdict)) => return Ok(verdict),
-            Some(Event::Failed(failure)) => return Err(failure),
-            Some(_) => {}
-            None => return Err(vanished()),
+        if let Some(verdict) = telling.verdict() {
+            return Ok(verdict);
+        }
+        if let Step::Failed(failure) = telling.step().await {
+            return Err(failure);
         }
     }
 }
 
 /// A whole answer in one response.
-async fn collect(mut events: mpsc::Receiver<Event>, shape: &Shape) -> Response {
-    let verdict = match decided(&mut events).await {
-        Ok(verdict) => verdict,
-        Err(failure) => return failed(&failure),
-    };
-    let mut text = String::new();
+async fn collect(mut telling: Telling) -> Response {
     loop {
-        match events.recv().await {
-            Some(Event::Text { text: piece, .. }) => text.push_str(&piece),
-            Some(Event::Finished { finish_reason, completion_tokens }) => {
-                let usage = usage(&verdict, completion_tokens);
-                let mut response = Json(shape.whole(&text, finish_reason, &usage)).into_response();
-                bridge_headers::set(&mut response, &verdict);
-                return response;
-            }
-            Some(Event::Failed(failure)) => return failed(&failure),
-            Some(Event::Started(_) | Event::Progress { .. }) => {}
-            None => return failed(&vanished()),
+        match telling.step().await {
+            Step::Failed(failure) => return failed(&failure),
+            Step::Over => break,
+            Step::Progress { .. } | Step::Started | Step::Said(_) => {}
         }
     }
+    let body = telling.frames.pop().unwrap_or_default();
+    let json = HeaderValue::from_static("application/json");
+    let mut response = ([(header::CONTENT_TYPE, json)], body).into_response();
+    if let Some(verdict) = telling.verdict() {
+        bridge_headers::set(&mut response, &verdict);
+    }
+    response
 }
 
 fn failed(failure: &Failure) -> Response {
     let mut response = ApiError::from(&failure.kind).into_response();
     bridge_headers::set(&mut response, &failure.verdict);
     response
-}
-
-/// The request's task ended without a last event, which only a panic in it could cause.
-fn vanished() -> Failure {
-    let verdict =
-        Verdict::without_receipt(VerdictKind::Native, Some("internal".to_owned()), Parties::default(), 0);
-    let kind = pipeline::FailureKind::Protocol("the request ended without an answer".to_owned());
-    Failure { kind, verdict: Box::new(verdict) }
 }

@@ -129,6 +129,7 @@ impl From<&FailureKind> for ApiError {
             FailureKind::Refused(_) => unavailable("bridge_required"),
             FailureKind::TooLong { .. } => too_long(message),
             FailureKind::BadToken(_) => Self::invalid("prompt", message),
+            FailureKind::BadConstraint { param, .. } => Self::invalid(*param, message),
             FailureKind::Timeout(_) => {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", "timeout", message)
             }

@@ -7,12 +7,17 @@ mod chat;
 mod completions;
 mod error;
 mod head_limit;
+mod logprobs;
+mod metadata;
 mod ops;
 mod params;
+mod refused;
 mod sampling;
 mod server;
-mod shape;
 mod sse;
+mod telling;
+mod usage;
+mod voice;
 mod write_clock;
 
 pub(crate) use server::serve;

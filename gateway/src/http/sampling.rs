@@ -1,7 +1,9 @@
-//! The parameters that both inference endpoints share.
+//! The parameters that all inference endpoints share.
 
 use super::error::ApiError;
 use super::params::{Fields, wrong_type};
+use super::{metadata, refused};
+use crate::pipeline::AnswerSpec;
 use serde_json::Value;
 use shared::control::Sampling;
 
@@ -9,30 +11,47 @@ use shared::control::Sampling;
 const MAX_STOPS: usize = 4;
 /// Longest stop text, in bytes; as much text may be held back.
 const MAX_STOP_BYTES: usize = 1024;
+/// Most stop token ids of a request.
+const MAX_STOP_TOKENS: usize = 64;
+/// Most answers to one prompt.
+const MAX_CHOICES: i64 = 16;
+/// Most biased tokens of a request.
+const MAX_BIASES: usize = 1024;
+/// Most alternatives of a token whose log probabilities are told.
+pub(super) const MAX_TOP_LOGPROBS: i64 = 20;
 
 /// How to answer and how to say it.
 #[derive(Debug, Clone)]
 pub(super) struct Common {
-    pub(super) sampling: Sampling,
-    pub(super) stops: Vec<String>,
+    /// Without what only one endpoint knows: log probabilities, constraint, limit.
+    pub(super) spec: AnswerSpec,
     pub(super) stream: bool,
     pub(super) include_usage: bool,
 }
 
 impl Common {
-    /// Reads and checks them.
+    /// Reads and checks them; token ids must be below `vocab_size`.
     ///
     /// # Errors
     /// 400 naming the parameter.
-    pub(super) fn read(f: &Fields) -> Result<Self, ApiError> {
-        refuse_what_is_not_offered(f)?;
+    pub(super) fn read(f: &Fields, vocab_size: usize) -> Result<Self, ApiError> {
+        refused::check(f)?;
+        f.string("user")?;
+        metadata::check(f)?;
         let stream = f.boolean("stream")?;
-        Ok(Self {
-            sampling: sampling(f)?,
+        let spec = AnswerSpec {
+            choices: choices(f)?,
+            max_new_tokens: None,
+            sampling: sampling(f, vocab_size)?,
             stops: stops(f)?,
-            stream,
-            include_usage: include_usage(f, stream)?,
-        })
+            stop_token_ids: stop_token_ids(f, vocab_size)?,
+            ignore_eos: f.boolean("ignore_eos")?,
+            keep_special: f.value("skip_special_tokens").is_some() && !f.boolean("skip_special_tokens")?,
+            logprobs: None,
+            prompt_logprobs: None,
+            constraint: None,
+        };
+        Ok(Self { spec, stream, include_usage: include_usage(f, stream)? })
     }
 }
 
@@ -40,12 +59,18 @@ impl Common {
 ///
 /// # Errors
 /// 400 naming the parameter.
-pub(super) fn max_tokens(f: &Fields, name: &str) -> Result<Option<u32>, ApiError> {
-    let tokens = f.integer(name, 1, i64::from(u32::MAX))?;
+pub(super) fn max_tokens(f: &Fields, name: &str, least: i64) -> Result<Option<u32>, ApiError> {
+    let tokens = f.integer(name, least, i64::from(u32::MAX))?;
     Ok(tokens.map(|n| u32::try_from(n).unwrap_or(u32::MAX)))
 }
 
-fn sampling(f: &Fields) -> Result<Sampling, ApiError> {
+fn choices(f: &Fields) -> Result<u32, ApiError> {
+    let n = f.integer("n", 1, MAX_CHOICES)?.unwrap_or(1);
+    f.refuse("best_of", |v| v.as_f64() == Some(n as f64), "only as many as `n` can be produced")?;
+    Ok(u32::try_from(n).unwrap_or(1))
+}
+
+fn sampling(f: &Fields, vocab_size: usize) -> Result<Sampling, ApiError> {
     let temperature = f.number("temperature", 0.0, 2.0)?.unwrap_or(1.0);
     let top_p = f.number("top_p", 0.0, 1.0)?.unwrap_or(1.0);
     // −1 is what other servers take for "all".
@@ -54,13 +79,40 @@ fn sampling(f: &Fields) -> Result<Sampling, ApiError> {
         Some(seed) => u64::from_le_bytes(seed.to_le_bytes()),
         None => rand::random(),
     };
+    let penalty = |name| Ok::<_, ApiError>(f.number(name, -2.0, 2.0)?.unwrap_or(0.0) as f32);
     Ok(Sampling {
         temperature: temperature as f32,
         top_p: top_p as f32,
         top_k: u32::try_from(top_k).unwrap_or(u32::MAX),
         seed,
-        ..Sampling::default()
+        min_p: f.number("min_p", 0.0, 1.0)?.unwrap_or(0.0) as f32,
+        presence_penalty: penalty("presence_penalty")?,
+        frequency_penalty: penalty("frequency_penalty")?,
+        repetition_penalty: f.number("repetition_penalty", 0.01, 10.0)?.unwrap_or(1.0) as f32,
+        logit_bias: logit_bias(f, vocab_size)?,
     })
+}
+
+fn logit_bias(f: &Fields, vocab_size: usize) -> Result<Vec<(u32, f32)>, ApiError> {
+    let map = match f.value("logit_bias") {
+        None => return Ok(Vec::new()),
+        Some(Value::Object(map)) if map.len() <= MAX_BIASES => map,
+        Some(Value::Object(_)) => {
+            return Err(ApiError::invalid("logit_bias", format!("at most {MAX_BIASES} tokens")));
+        }
+        Some(other) => return Err(wrong_type("logit_bias", "an object", other)),
+    };
+    let entry = |(id, bias): (&String, &Value)| {
+        let param = format!("logit_bias.{id:.20}");
+        let id = id.parse::<u32>().ok().filter(|id| (*id as usize) < vocab_size);
+        let id = id.ok_or_else(|| ApiError::invalid(&*param, "is not the id of a token"))?;
+        match bias.as_f64() {
+            Some(bias) if (-100.0..=100.0).contains(&bias) => Ok((id, bias as f32)),
+            Some(_) => Err(ApiError::invalid(param, "a bias is -100 to 100")),
+            None => Err(wrong_type(&param, "a number", bias)),
+        }
+    };
+    map.iter().map(entry).collect()
 }
 
 fn stops(f: &Fields) -> Result<Vec<String>, ApiError> {
@@ -82,6 +134,24 @@ fn stops(f: &Fields) -> Result<Vec<String>, ApiError> {
     Ok(stops)
 }
 
+fn stop_token_ids(f: &Fields, vocab_size: usize) -> Result<Vec<u32>, ApiError> {
+    let param = "stop_token_ids";
+    let list = match f.value(param) {
+        None => return Ok(Vec::new()),
+        Some(Value::Array(list)) if list.len() <= MAX_STOP_TOKENS => list,
+        Some(Value::Array(_)) => {
+            return Err(ApiError::invalid(param, format!("at most {MAX_STOP_TOKENS} ids")));
+        }
+        Some(other) => return Err(wrong_type(param, "a list of token ids", other)),
+    };
+    let id = |v: &Value| {
+        let id = v.as_u64().filter(|id| usize::try_from(*id).is_ok_and(|id| id < vocab_size));
+        id.and_then(|id| u32::try_from(id).ok())
+            .ok_or_else(|| ApiError::invalid(param, format!("{v} is not the id of a token")))
+    };
+    list.iter().map(id).collect()
+}
+
 fn include_usage(f: &Fields, stream: bool) -> Result<bool, ApiError> {
     match f.value("stream_options") {
         None => Ok(false),
@@ -97,68 +167,76 @@ fn include_usage(f: &Fields, stream: bool) -> Result<bool, ApiError> {
     }
 }
 
-/// What would change the answer and is not done here is refused, so that nobody trusts a wrong answer.
-fn refuse_what_is_not_offered(f: &Fields) -> Result<(), ApiError> {
-    let one = |v: &Value| v.as_f64() == Some(1.0);
-    let zero = |v: &Value| v.as_f64() == Some(0.0);
-    let off = |v: &Value| v.as_bool() == Some(false) || zero(v);
-    let empty = |v: &Value| {
-        v.as_array().is_some_and(Vec::is_empty) || v.as_object().is_some_and(serde_json::Map::is_empty)
-    };
-    f.refuse("n", one, "one answer per request is supported")?;
-    f.refuse("best_of", one, "one answer per request is supported")?;
-    f.refuse("logprobs", off, "log probabilities are not supported")?;
-    f.refuse("top_logprobs", zero, "log probabilities are not supported")?;
-    f.refuse("presence_penalty", zero, "penalties are not supported")?;
-    f.refuse("frequency_penalty", zero, "penalties are not supported")?;
-    f.refuse("repetition_penalty", one, "penalties are not supported")?;
-    f.refuse("min_p", zero, "min_p sampling is not supported")?;
-    f.refuse("logit_bias", empty, "biased sampling is not supported")?;
-    f.refuse("tools", empty, "tools are not supported")?;
-    f.refuse("functions", empty, "functions are not supported")?;
-    f.refuse("response_format", |v| v["type"] == "text", "only `text` is supported")?;
-    f.refuse(
-        "modalities",
-        |v| v.as_array().is_some_and(|m| m.iter().all(|m| m == "text")),
-        "this is a text model",
-    )?;
-    f.refuse("audio", |_| false, "this is a text model")
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::params::fields;
     use super::*;
     use serde_json::json;
 
-    fn param(value: Value) -> Option<String> {
-        Common::read(&fields(value)).err().and_then(|e| Some(e.body()["error"]["param"].as_str()?.to_owned()))
+    fn read(value: Value) -> Result<Common, ApiError> {
+        Common::read(&fields(value), 100)
     }
 
     #[test]
     fn defaults_are_the_field_s() {
-        let c = Common::read(&fields(json!({}))).unwrap();
-        assert_eq!((c.sampling.temperature, c.sampling.top_p, c.sampling.top_k), (1.0, 1.0, 0));
-        assert!(!c.stream && c.stops.is_empty());
+        let c = read(json!({})).unwrap();
+        let s = Sampling { seed: c.spec.sampling.seed, ..Sampling::default() };
+        assert_eq!((c.spec.sampling, c.spec.choices), (s, 1));
+        assert!(!c.stream && c.spec.stops.is_empty());
     }
 
     #[test]
-    fn what_is_not_offered_is_refused_by_name() {
+    fn every_field_reaches_the_decoder() {
+        let c = read(json!({"n": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": -1, "min_p": 0.1,
+            "presence_penalty": 1, "frequency_penalty": -1.5, "repetition_penalty": 1.2,
+            "logit_bias": {"5": -100, "99": 1.5}, "stop": ["a", "b", "c", "d"], "stop_token_ids": [3],
+            "ignore_eos": true, "skip_special_tokens": false}))
+        .unwrap();
+        let want = Sampling {
+            temperature: 0.5,
+            top_p: 0.9,
+            top_k: 7,
+            seed: u64::MAX,
+            min_p: 0.1,
+            presence_penalty: 1.0,
+            frequency_penalty: -1.5,
+            repetition_penalty: 1.2,
+            logit_bias: vec![(5, -100.0), (99, 1.5)],
+        };
+        assert_eq!((c.spec.sampling, c.spec.choices), (want, 3));
+        assert_eq!((c.spec.stops.len(), c.spec.stop_token_ids), (4, vec![3]));
+        assert!(c.spec.ignore_eos && c.spec.keep_special);
+    }
+
+    #[test]
+    fn bad_values_are_refused_by_name() {
         for (body, name) in [
-            (json!({"n": 2}), "n"),
-            (json!({"logprobs": true}), "logprobs"),
-            (json!({"tools": [{}]}), "tools"),
-            (json!({"response_format": {"type": "json_object"}}), "response_format"),
+            (json!({"n": 0}), "n"),
+            (json!({"n": 17}), "n"),
+            (json!({"best_of": 2}), "best_of"),
             (json!({"stop": ["a", "b", "c", "d", "e"]}), "stop"),
             (json!({"stop": [""]}), "stop"),
             (json!({"stop": [1]}), "stop"),
             (json!({"temperature": 2.1}), "temperature"),
+            (json!({"min_p": -0.1}), "min_p"),
+            (json!({"presence_penalty": 2.5}), "presence_penalty"),
+            (json!({"frequency_penalty": "x"}), "frequency_penalty"),
+            (json!({"repetition_penalty": 0}), "repetition_penalty"),
+            (json!({"logit_bias": [1]}), "logit_bias"),
+            (json!({"logit_bias": {"100": 1}}), "logit_bias.100"),
+            (json!({"logit_bias": {"x": 1}}), "logit_bias.x"),
+            (json!({"logit_bias": {"5": 101}}), "logit_bias.5"),
+            (json!({"stop_token_ids": [100]}), "stop_token_ids"),
+            (json!({"user": 1}), "user"),
+            (json!({"metadata": {"a": 1}}), "metadata.a"),
+            (json!({"modalities": ["audio"]}), "modalities"),
             (json!({"stream_options": {"include_usage": true}}), "stream_options"),
         ] {
-            assert_eq!(param(body).as_deref(), Some(name));
+            let error = read(body).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], name);
         }
-        let neutral = json!({"n": 1, "logprobs": false, "tools": [], "presence_penalty": 0, "logit_bias": {},
-            "response_format": {"type": "text"}, "user": "u", "unknown": {"deep": 1}, "stop": null});
-        assert_eq!(param(neutral), None);
+        let neutral = json!({"n": 1, "best_of": 1, "presence_penalty": 0, "logit_bias": {}, "user": "u",
+            "metadata": {"a": "b"}, "unknown": {"deep": 1}, "stop": null});
+        assert!(read(neutral).is_ok());
     }
 }

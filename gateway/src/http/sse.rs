@@ -1,74 +1,33 @@
 //! Server-sent events of one answer. Every token's bytes are handed to the connection when they exist.
 
 use super::error::ApiError;
-use super::shape::{Shape, usage};
+use super::telling::{Step, Telling};
 use super::write_clock::WriteClock;
-use crate::pipeline::Event;
 use bytes::Bytes;
-use serde_json::Value;
 use shared::verdict::Verdict;
-use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc;
 
 /// How often progress is told before the answer begins.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The body of a streamed answer.
 pub(super) struct SseBody {
-    events: mpsc::Receiver<Event>,
-    shape: Shape,
-    include_usage: bool,
+    telling: Telling,
     clock: WriteClock,
-    /// The headers said `pending`, so the verdict goes into the body.
-    early: bool,
-    verdict: Option<Box<Verdict>>,
+    /// The headers said `pending`, and the verdict has not been told yet.
+    owes_verdict: bool,
     last_progress: Option<Instant>,
-    ready: VecDeque<Bytes>,
     over: bool,
 }
 
 impl SseBody {
-    /// A body whose headers hold the verdict already.
-    pub(super) fn after_verdict(
-        verdict: Box<Verdict>,
-        events: mpsc::Receiver<Event>,
-        shape: Shape,
-        include_usage: bool,
-        clock: WriteClock,
-    ) -> Self {
-        let mut body = Self::new(events, shape, include_usage, clock);
-        body.early = false;
-        body.begin(verdict);
-        body
+    /// A body whose headers hold the verdict, or (`early`) will hold it itself.
+    pub(super) fn new(telling: Telling, early: bool, clock: WriteClock) -> Self {
+        Self { telling, clock, owes_verdict: early, last_progress: None, over: false }
     }
 
-    /// A body that begins before the verdict is known.
-    pub(super) fn early(
-        events: mpsc::Receiver<Event>,
-        shape: Shape,
-        include_usage: bool,
-        clock: WriteClock,
-    ) -> Self {
-        Self::new(events, shape, include_usage, clock)
-    }
-
-    fn new(events: mpsc::Receiver<Event>, shape: Shape, include_usage: bool, clock: WriteClock) -> Self {
-        Self {
-            events,
-            shape,
-            include_usage,
-            clock,
-            early: true,
-            verdict: None,
-            last_progress: None,
-            ready: VecDeque::new(),
-            over: false,
-        }
-    }
-
-    /// The stream of pieces. Dropping it (the client has left) drops the event receiver, which ends the request.
+    /// The stream of pieces. Dropping it (the client has left) drops the event receivers, which ends the request.
     pub(super) fn into_stream(self) -> impl futures_util::Stream<Item = Result<Bytes, Infallible>> + Send {
         futures_util::stream::unfold(self, |mut body| async move {
             let piece = body.next().await?;
@@ -78,72 +37,48 @@ impl SseBody {
 
     async fn next(&mut self) -> Option<Bytes> {
         loop {
-            if let Some(piece) = self.ready.pop_front() {
+            if let Some(piece) = self.telling.frames.pop() {
                 return Some(piece);
             }
             if self.over {
                 return None;
             }
-            match self.events.recv().await {
-                Some(event) => self.take(event),
-                None => self.fail(&ApiError::internal("the request ended without an answer")),
-            }
+            self.step().await;
         }
     }
 
-    fn take(&mut self, event: Event) {
-        match event {
-            Event::Progress { done_tokens, total_tokens } => {
+    async fn step(&mut self) {
+        match self.telling.step().await {
+            Step::Progress { done_tokens, total_tokens } => {
                 if self.last_progress.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL) {
                     self.last_progress = Some(Instant::now());
-                    self.ready.push_back(Bytes::from(format!(": prefill {done_tokens}/{total_tokens}\n\n")));
+                    self.telling.frames.comment(&format!("prefill {done_tokens}/{total_tokens}"));
                 }
             }
-            Event::Started(verdict) => self.begin(verdict),
-            Event::Text { text, arrived } => {
-                self.clock.expect(arrived);
-                self.data(&self.shape.text_chunk(&text));
-            }
-            Event::Finished { finish_reason, completion_tokens } => {
-                self.data(&self.shape.last_chunk(finish_reason));
-                if self.include_usage
-                    && let Some(verdict) = &self.verdict
-                {
-                    self.data(&self.shape.usage_chunk(&usage(verdict, completion_tokens)));
+            Step::Started => {
+                if let (true, Some(verdict)) = (self.owes_verdict, self.telling.verdict()) {
+                    self.tell(&verdict);
                 }
-                self.ready.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
+            }
+            Step::Said(arrived) => {
+                if let Some(arrived) = arrived {
+                    self.clock.expect(arrived);
+                }
+            }
+            Step::Over => self.over = true,
+            Step::Failed(failure) => {
+                if self.owes_verdict {
+                    self.tell(&failure.verdict);
+                }
+                self.telling.fail(&ApiError::from(&failure.kind));
                 self.over = true;
             }
-            Event::Failed(failure) => {
-                if self.early && self.verdict.is_none() {
-                    self.verdict_comment(&failure.verdict);
-                }
-                self.fail(&ApiError::from(&failure.kind));
-            }
         }
     }
 
-    fn begin(&mut self, verdict: Box<Verdict>) {
-        if self.early {
-            self.verdict_comment(&verdict);
-        }
-        self.verdict = Some(verdict);
-        if let Some(chunk) = self.shape.first_chunk() {
-            self.data(&chunk);
-        }
-    }
-
-    fn verdict_comment(&mut self, verdict: &Verdict) {
-        self.ready.push_back(Bytes::from(format!(": x-pd-bridge {}\n\n", verdict.to_header_value())));
-    }
-
-    /// An error in mid-stream, in the form that SDKs understand, then the end.
-    fn fail(&mut self, error: &ApiError) {
-        self.data(&error.body());
-        self.over = true;
-    }
-
-    fn data(&mut self, value: &Value) {
-        self.ready.push_back(Bytes::from(format!("data: {value}\n\n")));
+    /// The verdict goes before the first token.
+    fn tell(&mut self, verdict: &Verdict) {
+        self.owes_verdict = false;
+        self.telling.frames.comment_first(&format!("x-pd-bridge {}", verdict.to_header_value()));
     }
 }

@@ -133,21 +133,28 @@ impl<'a> Attempt<'a> {
         if room == 0 {
             return Err(FailureKind::TooLong { prompt_tokens: self.prompt_tokens, max_tokens });
         }
-        Ok(self.job.max_new_tokens.map_or(room, |wanted| wanted.min(room)))
+        // The first token is computed with the prompt, wanted or not.
+        Ok(self.job.spec.max_new_tokens.map_or(room, |wanted| wanted.clamp(1, room)))
     }
 
     async fn prepare(&self, decoder: &DecodeLink) -> Result<(u32, u32), Stop> {
         let request = DecodeRequest::Prepare {
             request_id: self.worker_id.clone(),
             tokens: self.job.tokens.clone(),
-            constraint: None,
+            constraint: self.job.spec.constraint.as_ref().map(|shaped| shaped.constraint.clone()),
         };
         match self.call(decoder, &request).await? {
             DecodeEvent::Prepared { resident_tokens, queue, rates } => {
                 decoder.learn(rates);
                 Ok((resident_tokens, queue))
             }
-            DecodeEvent::Error(error) => Err(FailureKind::Worker(error).into()),
+            DecodeEvent::Error(error) => Err(match &self.job.spec.constraint {
+                Some(shaped) if error.code == WorkerErrorCode::InvalidRequest => {
+                    FailureKind::BadConstraint { param: shaped.param, message: error.message }
+                }
+                _ => FailureKind::Worker(error),
+            }
+            .into()),
             other => Err(FailureKind::Protocol(format!("{other:?} as the answer to prepare")).into()),
         }
     }
@@ -253,16 +260,21 @@ impl<'a> Attempt<'a> {
         bridge: Option<&Bridge>,
     ) -> Result<EventStream<DecodeEvent>, Stop> {
         let (rate, queued) = bridge.map_or((0.0, 0), Bridge::outlook);
+        let answer = &self.job.spec;
+        let mut stop_token_ids = answer.stop_token_ids.clone();
+        if !answer.ignore_eos {
+            stop_token_ids.extend(&self.ctx.model.spec.eos_token_ids);
+        }
         let spec = GenerateSpec {
             request_id: self.worker_id.clone(),
             max_new_tokens,
-            sampling: self.job.sampling.clone(),
-            stop_token_ids: self.ctx.model.spec.eos_token_ids.clone(),
+            sampling: answer.sampling.clone(),
+            stop_token_ids,
             require: self.job.require,
             transfer_timeout_ms: millis(deadlines::prompt(self.prompt_tokens, queued, rate)),
-            choices: 1,
-            logprobs: None,
-            prompt_logprobs: None,
+            choices: answer.choices,
+            logprobs: answer.logprobs,
+            prompt_logprobs: answer.prompt_logprobs,
         };
         decoder.client.request(&DecodeRequest::Generate(spec)).await.map_err(lost)
     }

@@ -35,6 +35,14 @@ pub(crate) enum FailureKind {
     /// A token id the model does not have.
     #[error("token {0} is outside the model's vocabulary")]
     BadToken(u32),
+    /// What the answer must look like makes no sense.
+    #[error("{message}")]
+    BadConstraint {
+        /// The parameter that said it.
+        param: &'static str,
+        /// What the decoder said of it.
+        message: String,
+    },
     /// A deadline passed.
     #[error("{0} took too long")]
     Timeout(&'static str),
@@ -57,7 +65,7 @@ impl FailureKind {
             Self::DecodeWorkerLost => "decode_worker_lost",
             Self::Refused(_) => "bridge_required",
             Self::TooLong { .. } => "context_length_exceeded",
-            Self::BadToken(_) => "invalid_request",
+            Self::BadToken(_) | Self::BadConstraint { .. } => "invalid_request",
             Self::Timeout(_) => "timeout",
             Self::Worker(error) => match error.code {
                 WorkerErrorCode::TooLong => "context_length_exceeded",

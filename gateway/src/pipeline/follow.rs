@@ -2,14 +2,14 @@
 
 use super::attempt::{Attempt, Stop};
 use super::bridge::{Bridge, BridgeEvent, abort_transfer};
+use super::choices::{Choices, News};
 use super::guard::DecodeGuard;
-use super::text::AnswerText;
-use super::{CLIENT_STALL, Event, FailureKind};
+use super::{CLIENT_STALL, Event, FailureKind, Finish};
 use crate::deadlines;
 use crate::fleet::DecodeLink;
 use crate::metrics::Stage;
 use shared::control::{
-    DecodeEvent, DecodeReceipt, EventStream, FinishReason, Incoming, Require, WorkerErrorCode,
+    DecodeEvent, DecodeReceipt, DecodeRequest, EventStream, Incoming, Require, TokenLogprobs, WorkerErrorCode,
 };
 use shared::verdict::{Verdict, VerdictKind};
 use shared::wire::AbortCode;
@@ -35,9 +35,9 @@ pub(super) struct Running<'a> {
 impl Attempt<'_> {
     /// Follows both workers until the answer is complete.
     pub(super) async fn follow(&mut self, mut run: Running<'_>, last: &mut Verdict) -> Result<(), Stop> {
-        let mut text = AnswerText::new(&self.ctx.model.tokenizer, self.job.stops.clone());
+        let mut choices = Choices::new(&self.ctx.model.tokenizer, &self.job.spec);
         let mut receipt: Option<Box<DecodeReceipt>> = None;
-        let mut completion_tokens = 0;
+        let mut prompt_scores: Vec<TokenLogprobs> = Vec::new();
         let mut previous: Option<Instant> = None;
         let mut deadline = Instant::now() + self.prompt_wait(&run, self.prompt_tokens);
         loop {
@@ -67,38 +67,55 @@ impl Attempt<'_> {
                     self.send(Event::Progress { done_tokens, total_tokens }).await?;
                 }
                 DecodeEvent::Started(r) => receipt = Some(r),
-                DecodeEvent::Token { ids, .. } => {
+                DecodeEvent::PromptLogprobs { logprobs } => {
+                    deadline = now + self.prompt_wait(&run, self.prompt_tokens);
+                    prompt_scores.extend(logprobs);
+                }
+                DecodeEvent::Token { choice, ids, logprobs } => {
                     match previous.replace(now) {
-                        None => *last = self.started(&mut run, receipt.as_deref()).await?,
+                        None => {
+                            *last = self.started(&mut run, receipt.as_deref(), &mut prompt_scores).await?
+                        }
                         Some(earlier) => {
                             self.ctx.metrics.inter_token.observe((now - earlier).as_secs_f64());
                         }
                     }
-                    deadline = now + deadlines::next_token(run.decoder.rates().decode_tokens_per_s);
-                    let (released, used) = text.push(&ids).map_err(|e| FailureKind::Text(e.to_string()))?;
-                    completion_tokens += used;
-                    self.ctx.metrics.completion_tokens.inc_by(u64::from(used));
-                    self.send_text(released.text, run.events.arrived()).await?;
-                    if released.stopped {
+                    if self.job.spec.max_new_tokens == Some(0) {
                         // The guard is dropped unended, which cancels the rest.
-                        self.send(Event::Finished { finish_reason: "stop", completion_tokens }).await?;
+                        return self.end_empty(&mut choices).await;
+                    }
+                    deadline = now + deadlines::next_token(run.decoder.rates().decode_tokens_per_s);
+                    let Some(news) = choices.tokens(choice, &ids, logprobs)? else { continue };
+                    self.ctx.metrics.completion_tokens.inc_by(u64::from(news.used));
+                    let ended = news.end.is_some();
+                    self.tell(choice, news, run.events.arrived()).await?;
+                    if choices.all_ended() {
                         return Ok(());
                     }
-                }
-                DecodeEvent::Finished { reason, completion_tokens: counted, decode_ms, .. } => {
-                    run.guard.ended();
-                    if previous.is_none() {
-                        *last = self.started(&mut run, receipt.as_deref()).await?;
+                    if ended {
+                        let request_id = self.worker_id.clone();
+                        run.decoder.client.notify(&DecodeRequest::StopChoice { request_id, choice });
                     }
-                    self.ctx.metrics.stage_ms(Stage::Decode, decode_ms);
-                    let released = text.finish().map_err(|e| FailureKind::Text(e.to_string()))?;
-                    self.send_text(released.text, run.events.arrived()).await?;
-                    let finish_reason = match reason {
-                        FinishReason::Length if !released.stopped => "length",
-                        FinishReason::Length | FinishReason::Stop => "stop",
-                    };
-                    self.send(Event::Finished { finish_reason, completion_tokens: counted }).await?;
-                    return Ok(());
+                }
+                DecodeEvent::Finished { choice, reason, completion_tokens, decode_ms } => {
+                    if previous.is_none() {
+                        previous = Some(now);
+                        *last = self.started(&mut run, receipt.as_deref(), &mut prompt_scores).await?;
+                    }
+                    if self.job.spec.max_new_tokens == Some(0) {
+                        return self.end_empty(&mut choices).await;
+                    }
+                    let news = choices.finished(choice, reason, completion_tokens)?;
+                    if choices.all_reported() {
+                        run.guard.ended();
+                        self.ctx.metrics.stage_ms(Stage::Decode, decode_ms);
+                    }
+                    if let Some(news) = news {
+                        self.tell(choice, news, run.events.arrived()).await?;
+                    }
+                    if choices.all_ended() {
+                        return Ok(());
+                    }
                 }
                 DecodeEvent::Error(error) => {
                     run.guard.ended();
@@ -153,6 +170,7 @@ impl Attempt<'_> {
         &mut self,
         run: &mut Running<'_>,
         receipt: Option<&DecodeReceipt>,
+        prompt_scores: &mut Vec<TokenLogprobs>,
     ) -> Result<Verdict, Stop> {
         let ttft = self.job.arrived.elapsed();
         let receipt = receipt.ok_or_else(|| FailureKind::Protocol("tokens without a receipt".to_owned()))?;
@@ -191,7 +209,34 @@ impl Attempt<'_> {
         self.ctx.verdicts.put(&verdict);
         self.told = Some(verdict.clone());
         self.send(Event::Started(Box::new(verdict.clone()))).await?;
+        if self.job.spec.prompt_logprobs.is_some() {
+            if prompt_scores.len() + 1 != self.job.tokens.len() {
+                let what = "log probabilities of another number of prompt tokens".to_owned();
+                return Err(FailureKind::Protocol(what).into());
+            }
+            self.send(Event::Prompt(std::mem::take(prompt_scores))).await?;
+        }
         Ok(verdict)
+    }
+
+    /// Only the prompt was of interest.
+    async fn end_empty(&self, choices: &mut Choices) -> Result<(), Stop> {
+        for choice in choices.end_empty() {
+            self.send(Event::Finished { choice, finish: Finish::Length, completion_tokens: 0 }).await?;
+        }
+        Ok(())
+    }
+
+    async fn tell(&self, choice: u32, news: News, arrived: std::time::Instant) -> Result<(), Stop> {
+        if !news.piece.is_empty() {
+            self.send(Event::Text { choice, piece: news.piece, arrived }).await?;
+        }
+        match news.end {
+            Some((finish, completion_tokens)) => {
+                self.send(Event::Finished { choice, finish, completion_tokens }).await
+            }
+            None => Ok(()),
+        }
     }
 
     /// Longest wait for the prompt, `left` positions of which are to be computed by someone.
@@ -206,10 +251,6 @@ impl Attempt<'_> {
             deadlines::prompt(left, queued, rate)
         });
         native + bridge
-    }
-
-    async fn send_text(&self, text: String, arrived: std::time::Instant) -> Result<(), Stop> {
-        if text.is_empty() { Ok(()) } else { self.send(Event::Text { text, arrived }).await }
     }
 
     /// Hands an event to the client's side; a client that takes nothing for long must not hold both workers.

@@ -5,13 +5,17 @@
 
 mod attempt;
 mod bridge;
+mod choices;
 mod failure;
 mod follow;
 mod guard;
+mod spec;
 mod stop;
 mod text;
 
 pub(crate) use failure::{Failure, FailureKind};
+pub(crate) use spec::{AnswerSpec, Finish, Piece, ScoredToken};
+pub(crate) use text::AnswerText;
 
 use crate::fleet::Fleet;
 use crate::metrics::Metrics;
@@ -19,12 +23,12 @@ use crate::model::TextModel;
 use crate::planner::Route;
 use crate::verdicts::VerdictStore;
 use attempt::{Attempt, Outcome};
-use shared::control::{Require, Sampling};
+use shared::control::{Require, TokenLogprobs};
 use shared::tokens::TokenIds;
 use shared::verdict::{Parties, Verdict, VerdictKind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::mpsc;
 
 /// Events that may wait for a slow client before the request waits too.
 const EVENT_BACKLOG: usize = 256;
@@ -50,19 +54,15 @@ pub(crate) struct Job {
     pub(crate) worker_id: String,
     /// The prompt.
     pub(crate) tokens: TokenIds,
-    /// Most tokens to produce; `None` uses what the context leaves.
-    pub(crate) max_new_tokens: Option<u32>,
-    pub(crate) sampling: Sampling,
-    /// Texts that end the answer.
-    pub(crate) stops: Vec<String>,
+    pub(crate) spec: AnswerSpec,
     pub(crate) require: Require,
     pub(crate) route: Route,
     /// When the request came in.
     pub(crate) arrived: Instant,
 }
 
-/// What happens to a request, in order: `Progress`*, `Started`, `Text`*, `Finished`; `Failed` may come at any time
-/// and is the last.
+/// What happens to a request, in order: `Progress`*, `Started`, `Prompt`?, `Text`* with one `Finished` per choice;
+/// `Failed` may come at any time and is the last.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// The prompt is being read.
@@ -74,18 +74,24 @@ pub(crate) enum Event {
     },
     /// The first token exists; the verdict is final.
     Started(Box<Verdict>),
-    /// More text; empty text is never sent.
+    /// Log probabilities of the prompt's tokens from the second on, if asked for.
+    Prompt(Vec<TokenLogprobs>),
+    /// More of one choice; empty pieces are never sent.
     Text {
-        /// Whole UTF-8.
-        text: String,
+        /// Which choice.
+        choice: u32,
+        /// What is new.
+        piece: Piece,
         /// When the decoder's message came in.
         arrived: Instant,
     },
-    /// The answer is complete.
+    /// A choice is complete.
     Finished {
-        /// `stop` or `length`.
-        finish_reason: &'static str,
-        /// Tokens of the answer.
+        /// Which choice.
+        choice: u32,
+        /// Why.
+        finish: Finish,
+        /// Its tokens.
         completion_tokens: u32,
     },
     /// There is no answer, or no more of it.
@@ -93,7 +99,7 @@ pub(crate) enum Event {
 }
 
 /// Starts a request. `permit` is held until it ends.
-pub(crate) fn start(ctx: Arc<Context>, job: Job, permit: OwnedSemaphorePermit) -> mpsc::Receiver<Event> {
+pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -> mpsc::Receiver<Event> {
     let (out, events) = mpsc::channel(EVENT_BACKLOG);
     tokio::spawn(async move {
         let _permit = permit;

@@ -97,6 +97,12 @@ impl Tokenizer {
         Detokenizer::new(self.clone(), true)
     }
 
+    /// An incremental decoder that spells special tokens out, as [`Self::decode_with_special`] does.
+    #[must_use]
+    pub fn detokenizer_with_special(&self) -> Detokenizer {
+        Detokenizer::new(self.clone(), false)
+    }
+
     /// Number of ids, added tokens included. A model's embedding may have more rows.
     #[must_use]
     pub fn vocab_size(&self) -> usize {

@@ -2,8 +2,9 @@
 
 use super::Server;
 use shared::control::{
-    ConnectionId, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats, FinishReason, Handler, Hello,
-    Rates, Responder, Role, TransferOffer, WorkerError,
+    ConnectionId, Constraint, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats, FinishReason,
+    GenerateSpec, Handler, Hello, Rates, Responder, Role, TokenLogprobs, TransferOffer, WorkerError,
+    WorkerErrorCode,
 };
 use shared::hexbytes::Hex;
 use std::collections::HashMap;
@@ -19,10 +20,14 @@ pub enum Step {
     Pause(Duration),
     /// Says that the prompt is in, all of it computed here.
     Started,
-    /// Sends tokens.
+    /// Sends tokens of the first choice.
     Tokens(Vec<u32>),
-    /// Ends well.
+    /// Ends the first choice well.
     Finished(FinishReason),
+    /// Sends tokens of a choice.
+    TokensOf(u32, Vec<u32>),
+    /// Ends a choice well.
+    FinishedOf(u32, FinishReason),
     /// Ends badly.
     Error(WorkerError),
     /// Closes every control connection.
@@ -46,6 +51,11 @@ struct State {
     cancelled: Mutex<Vec<(String, Instant)>>,
     aborted: Mutex<Vec<(String, Instant)>>,
     generated: Mutex<Vec<Instant>>,
+    prompts_seen: Mutex<Vec<Vec<u32>>>,
+    specs: Mutex<Vec<GenerateSpec>>,
+    constraints: Mutex<Vec<Constraint>>,
+    refusal: Mutex<Option<String>>,
+    stopped: Mutex<Vec<u32>>,
     vanish: CancellationToken,
 }
 
@@ -62,6 +72,11 @@ impl FakeDecode {
             cancelled: Mutex::default(),
             aborted: Mutex::default(),
             generated: Mutex::default(),
+            prompts_seen: Mutex::default(),
+            specs: Mutex::default(),
+            constraints: Mutex::default(),
+            refusal: Mutex::default(),
+            stopped: Mutex::default(),
             vanish: vanish.clone(),
         });
         let server = Server::start("127.0.0.1:0", state.clone()).await;
@@ -90,6 +105,35 @@ impl FakeDecode {
         self.state.aborted.lock().unwrap().clone()
     }
 
+    /// Refuses every constraint from now on, with this message.
+    pub fn refuse_constraints(&self, message: &str) {
+        *self.state.refusal.lock().unwrap() = Some(message.to_owned());
+    }
+
+    /// Token ids of every prompt so far.
+    #[must_use]
+    pub fn prompts(&self) -> Vec<Vec<u32>> {
+        self.state.prompts_seen.lock().unwrap().clone()
+    }
+
+    /// What every `generate` so far asked for.
+    #[must_use]
+    pub fn specs(&self) -> Vec<GenerateSpec> {
+        self.state.specs.lock().unwrap().clone()
+    }
+
+    /// Constraints so far, of requests that had one.
+    #[must_use]
+    pub fn constraints(&self) -> Vec<Constraint> {
+        self.state.constraints.lock().unwrap().clone()
+    }
+
+    /// Choices that were stopped alone.
+    #[must_use]
+    pub fn stopped(&self) -> Vec<u32> {
+        self.state.stopped.lock().unwrap().clone()
+    }
+
     /// When each `generate` came.
     #[must_use]
     pub fn generated(&self) -> Vec<Instant> {
@@ -107,7 +151,17 @@ impl Handler for State {
 
     async fn handle(&self, _: ConnectionId, request: DecodeRequest, responder: Responder<DecodeEvent>) {
         match request {
-            DecodeRequest::Prepare { request_id, tokens, .. } => {
+            DecodeRequest::Prepare { request_id, tokens, constraint } => {
+                if let Some(constraint) = constraint {
+                    self.constraints.lock().unwrap().push(constraint);
+                    let refusal = self.refusal.lock().unwrap().clone();
+                    if let Some(message) = refusal {
+                        let error = WorkerError::new(WorkerErrorCode::InvalidRequest, message);
+                        responder.send(&DecodeEvent::Error(error)).await;
+                        return;
+                    }
+                }
+                self.prompts_seen.lock().unwrap().push(tokens.to_vec());
                 self.prompts.lock().unwrap().insert(request_id, tokens.len());
                 let prepared =
                     DecodeEvent::Prepared { resident_tokens: 0, queue: 0, rates: Rates::default() };
@@ -137,16 +191,18 @@ impl Handler for State {
                 self.generated.lock().unwrap().push(Instant::now());
                 let prompt = self.prompts.lock().unwrap().get(&spec.request_id).copied().unwrap_or(1);
                 let cancel = CancellationToken::new();
-                self.running.lock().unwrap().insert(spec.request_id, cancel.clone());
+                self.running.lock().unwrap().insert(spec.request_id.clone(), cancel.clone());
+                self.specs.lock().unwrap().push(spec.clone());
                 let script = self.script.lock().unwrap().clone();
                 let vanish = self.vanish.clone();
                 tokio::spawn(async move {
                     tokio::select! {
                         () = cancel.cancelled() => {}
-                        () = answer(script, prompt, responder, vanish) => {}
+                        () = answer(script, prompt, spec, responder, vanish) => {}
                     }
                 });
             }
+            DecodeRequest::StopChoice { choice, .. } => self.stopped.lock().unwrap().push(choice),
             DecodeRequest::GetStats => {
                 responder.send(&DecodeEvent::Stats(DecodeStats::default())).await;
             }
@@ -160,10 +216,11 @@ impl Handler for State {
 async fn answer(
     script: Vec<Step>,
     prompt: usize,
+    spec: GenerateSpec,
     responder: Responder<DecodeEvent>,
     vanish: CancellationToken,
 ) {
-    let mut sent = 0;
+    let mut sent = HashMap::<u32, usize>::new();
     for step in script {
         let event = match step {
             Step::Pause(time) => {
@@ -175,21 +232,37 @@ async fn answer(
                 return;
             }
             Step::Silence => return std::future::pending().await,
-            Step::Started => DecodeEvent::Started(Box::new(receipt(prompt))),
-            Step::Tokens(ids) => {
-                sent += ids.len();
-                DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }
+            Step::Started => {
+                responder.send(&DecodeEvent::Started(Box::new(receipt(prompt)))).await;
+                let Some(top) = spec.prompt_logprobs else { continue };
+                let logprobs = (1..prompt).map(|i| score(u32::try_from(i).unwrap(), top)).collect();
+                DecodeEvent::PromptLogprobs { logprobs }
             }
-            Step::Finished(reason) => DecodeEvent::Finished {
-                choice: 0,
-                reason,
-                completion_tokens: u32::try_from(sent).unwrap(),
-                decode_ms: 1.0,
-            },
+            Step::Tokens(ids) => tokens(0, ids, &spec, &mut sent),
+            Step::TokensOf(choice, ids) => tokens(choice, ids, &spec, &mut sent),
+            Step::Finished(reason) => finished(0, reason, &sent),
+            Step::FinishedOf(choice, reason) => finished(choice, reason, &sent),
             Step::Error(error) => DecodeEvent::Error(error),
         };
         responder.send(&event).await;
     }
+}
+
+fn tokens(choice: u32, ids: Vec<u32>, spec: &GenerateSpec, sent: &mut HashMap<u32, usize>) -> DecodeEvent {
+    *sent.entry(choice).or_default() += ids.len();
+    let logprobs = spec.logprobs.map_or_else(Vec::new, |top| ids.iter().map(|id| score(*id, top)).collect());
+    DecodeEvent::Token { choice, ids, logprobs }
+}
+
+fn finished(choice: u32, reason: FinishReason, sent: &HashMap<u32, usize>) -> DecodeEvent {
+    let completion_tokens = u32::try_from(sent.get(&choice).copied().unwrap_or(0)).unwrap();
+    DecodeEvent::Finished { choice, reason, completion_tokens, decode_ms: 1.0 }
+}
+
+/// Invented log probabilities of a token: −0.5 for itself, and the ids after it as its alternatives.
+fn score(id: u32, top: u32) -> TokenLogprobs {
+    let alternative = |i: u32| (id + i, -0.5 - i as f32);
+    TokenLogprobs { logprob: -0.5, top: (0..top).map(alternative).collect() }
 }
 
 fn receipt(prompt: usize) -> DecodeReceipt {

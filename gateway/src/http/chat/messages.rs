@@ -1,70 +1,14 @@
-//! `POST /v1/chat/completions`
+//! The conversation of a request: checked, and in the form that templates expect.
 
-use super::App;
-use super::answer::{Exchange, Prompt, Request, answer};
-use super::bridge_headers::Asked;
-use super::error::ApiError;
-use super::ops::check_model;
-use super::params::{Fields, wrong_type};
-use super::sampling::{Common, max_tokens};
-use super::shape::Kind;
-use super::write_clock::WriteClock;
-use axum::Extension;
-use axum::body::Body;
-use axum::extract::State;
-use axum::http::HeaderMap;
-use axum::response::Response;
-use serde_json::{Map, Value};
-use std::sync::Arc;
+use crate::http::error::ApiError;
+use crate::http::params::{Fields, wrong_type};
+use serde_json::Value;
 
 /// Roles that templates know.
 const ROLES: [&str; 6] = ["system", "developer", "user", "assistant", "tool", "function"];
 
-/// Answers a conversation.
-pub(super) async fn create(
-    State(app): State<Arc<App>>,
-    Extension(clock): Extension<WriteClock>,
-    headers: HeaderMap,
-    body: Body,
-) -> Response {
-    let exchange = Exchange::new(&headers, clock);
-    let answered = async {
-        let asked = Asked::read(&headers)?;
-        let fields = Fields::read(body, app.settings.max_body_bytes).await?;
-        check_model(&app, &fields)?;
-        let request = read(&app, &fields)?;
-        Box::pin(answer(&app, &exchange, asked, request)).await
-    };
-    match answered.await {
-        Ok(response) => response,
-        Err(error) => exchange.refuse(&app, error),
-    }
-}
-
-fn read(app: &App, f: &Fields) -> Result<Request, ApiError> {
-    let common = Common::read(f)?;
-    let max_new_tokens = match max_tokens(f, "max_completion_tokens")? {
-        Some(tokens) => Some(tokens),
-        None => max_tokens(f, "max_tokens")?,
-    };
-    let messages = messages(f)?;
-    let template = app.ctx.model.template.as_ref().ok_or_else(|| {
-        ApiError::unsupported("messages", "this model has no chat template; use /v1/completions")
-    })?;
-    let extra = match f.value("chat_template_kwargs") {
-        None => Map::new(),
-        Some(Value::Object(extra)) => extra.clone(),
-        Some(other) => return Err(wrong_type("chat_template_kwargs", "an object", other)),
-    };
-    let text = template
-        .render(&messages, None, true, &extra)
-        .map_err(|e| ApiError::invalid("messages", format!("the chat template refused: {e}")))?;
-    // A template writes its own start token.
-    Ok(Request { kind: Kind::Chat, prompt: Prompt::Text(text, false), common, max_new_tokens })
-}
-
 /// Checks the messages and makes every content a string, which is what templates expect.
-fn messages(f: &Fields) -> Result<Value, ApiError> {
+pub(super) fn read(f: &Fields) -> Result<Value, ApiError> {
     let list = match f.value("messages") {
         None => return Err(ApiError::invalid("messages", "`messages` is required")),
         Some(Value::Array(list)) if !list.is_empty() => list,
@@ -129,12 +73,12 @@ fn text_of(param: &str, parts: &[Value]) -> Result<String, ApiError> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::params::fields;
     use super::*;
+    use crate::http::params::fields;
     use serde_json::json;
 
     fn param(list: &Value) -> Option<String> {
-        messages(&fields(json!({ "messages": list })))
+        read(&fields(json!({ "messages": list })))
             .err()
             .and_then(|e| Some(e.body()["error"]["param"].as_str()?.to_owned()))
     }
@@ -144,7 +88,7 @@ mod tests {
         let f = fields(json!({"messages": [
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": null, "name": "x"}]}));
-        let got = messages(&f).unwrap();
+        let got = read(&f).unwrap();
         assert_eq!(
             got,
             json!([{"role": "system", "content": "ab"}, {"role": "assistant", "content": "", "name": "x"}])

@@ -1,0 +1,101 @@
+//! `POST /v1/chat/completions`
+
+mod messages;
+mod voice;
+mod wire;
+
+use super::App;
+use super::answer::{Exchange, Prompt, Request, answer};
+use super::bridge_headers::Asked;
+use super::error::ApiError;
+use super::ops::check_model;
+use super::params::{Fields, wrong_type};
+use super::sampling::{Common, MAX_TOP_LOGPROBS, max_tokens};
+use super::write_clock::WriteClock;
+use axum::Extension;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use serde_json::{Map, Value};
+use std::sync::Arc;
+use voice::ChatVoice;
+
+/// Answers a conversation.
+pub(super) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(clock): Extension<WriteClock>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    let exchange = Exchange::new(&headers, clock);
+    let answered = async {
+        let asked = Asked::read(&headers)?;
+        let fields = Fields::read(body, app.settings.max_body_bytes).await?;
+        check_model(&app, &fields)?;
+        let request = read(&app, &fields)?;
+        Box::pin(answer(&app, &exchange, asked, request)).await
+    };
+    match answered.await {
+        Ok(response) => response,
+        Err(error) => exchange.refuse(&app, error),
+    }
+}
+
+fn read(app: &App, f: &Fields) -> Result<Request, ApiError> {
+    let model = app.ctx.model.clone();
+    let Common { mut spec, stream, include_usage } = Common::read(f, model.spec.vocab_size)?;
+    f.refuse("echo", |v| v == false, "a conversation can't be repeated; use /v1/completions")?;
+    spec.logprobs = logprobs(f)?;
+    spec.max_new_tokens = match max_tokens(f, "max_completion_tokens", 1)? {
+        Some(tokens) => Some(tokens),
+        None => max_tokens(f, "max_tokens", 1)?,
+    };
+    let messages = messages::read(f)?;
+    let template = model.template.as_ref().ok_or_else(|| {
+        ApiError::unsupported("messages", "this model has no chat template; use /v1/completions")
+    })?;
+    let extra = template_arguments(f)?;
+    let generation_prompt =
+        f.value("add_generation_prompt").is_none() || f.boolean("add_generation_prompt")?;
+    let text = template
+        .render(&messages, None, generation_prompt, &extra)
+        .map_err(|e| ApiError::invalid("messages", format!("the chat template refused: {e}")))?;
+    let choices = spec.choices as usize;
+    let scored = spec.logprobs.is_some();
+    Ok(Request {
+        // A template writes its own start token.
+        prompts: vec![Prompt::Text(text, false)],
+        spec,
+        stream,
+        voice: Box::new(move |head, _| {
+            Box::new(ChatVoice::new(model, head, choices, scored, stream, include_usage))
+        }),
+    })
+}
+
+/// Variables of the template that the client sets.
+fn template_arguments(f: &Fields) -> Result<Map<String, Value>, ApiError> {
+    let mut extra = match f.value("chat_template_kwargs") {
+        None => Map::new(),
+        Some(Value::Object(extra)) => extra.clone(),
+        Some(other) => return Err(wrong_type("chat_template_kwargs", "an object", other)),
+    };
+    if let Some(effort) = f.string("reasoning_effort")? {
+        extra.entry("reasoning_effort").or_insert_with(|| effort.into());
+        if effort == "none" {
+            extra.entry("enable_thinking").or_insert(false.into());
+        }
+    }
+    Ok(extra)
+}
+
+fn logprobs(f: &Fields) -> Result<Option<u32>, ApiError> {
+    let wanted = f.boolean("logprobs")?;
+    let top = f.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)?;
+    match (wanted, top) {
+        (false, Some(1..)) => Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs`: true")),
+        (false, _) => Ok(None),
+        (true, top) => Ok(Some(u32::try_from(top.unwrap_or(0)).unwrap_or(0))),
+    }
+}

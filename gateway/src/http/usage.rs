@@ -1,0 +1,34 @@
+//! Token counts of an answer.
+
+use serde::Serialize;
+
+/// OpenAI's usage object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(super) struct Usage {
+    /// Tokens of all prompts.
+    pub(super) prompt_tokens: u64,
+    /// Tokens of all choices.
+    pub(super) completion_tokens: u64,
+    /// Both.
+    pub(super) total_tokens: u64,
+    /// Of the prompts' tokens.
+    pub(super) prompt_tokens_details: PromptTokensDetails,
+}
+
+/// Where prompt tokens came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(super) struct PromptTokensDetails {
+    /// Served from cache, of any origin.
+    pub(super) cached_tokens: u64,
+}
+
+impl Usage {
+    pub(super) fn new(prompt_tokens: u64, cached_tokens: u64, completion_tokens: u64) -> Self {
+        Self {
+            prompt_tokens,
+            completion_tokens,
+            total_tokens: prompt_tokens + completion_tokens,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens },
+        }
+    }
+}
