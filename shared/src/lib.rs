@@ -6,9 +6,11 @@
 //! - [`control`]: messages between gateway and workers
 //! - [`spec`], [`weights`], [`tokenizer`], [`template`], [`model`]: models on disk
 //! - [`verdict`]: what is said to the client
+//! - [`bus`]: what travels over NATS: heartbeats, signed commands, their output
 //! - [`settings`]: reading configuration the same way everywhere
 
 pub mod angles;
+pub mod bus;
 pub mod control;
 pub mod hexbytes;
 pub mod keys;

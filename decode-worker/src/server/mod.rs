@@ -237,6 +237,7 @@ impl Core {
             reserved_bytes: store.reserved_bytes,
             sequence_bytes: self.parts.engine.sequence_bytes(),
             resident_memory_bytes: shared::settings::resident_memory_bytes(),
+            rates: self.parts.engine.rates().current(),
         }
     }
 }

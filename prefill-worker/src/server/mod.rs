@@ -143,7 +143,13 @@ impl Server {
             prefix_cache_pinned_blocks: 0,
             send_buffer_peak_bytes: gauge.peak_bytes(),
             resident_memory_bytes: resident_memory_bytes(),
+            rates: self.rates(),
+            link_bytes_per_s: gauge.link_bytes_per_s(),
         }
+    }
+
+    fn rates(&self) -> Rates {
+        Rates { prefill_tokens_per_s: self.0.parts.engine.prefill_tokens_per_s(), ..Rates::default() }
     }
 
     async fn reconstruct(&self, fingerprint: Hex<32>, input: &str, output: &str) -> Result<(), WorkerError> {
@@ -163,8 +169,7 @@ impl Handler for Server {
 
     fn hello(&self) -> Hello {
         let parts = &self.0.parts;
-        let rates = Rates { prefill_tokens_per_s: parts.engine.prefill_tokens_per_s(), ..Rates::default() };
-        Hello { rates, ..parts.hello.clone() }
+        Hello { rates: self.rates(), ..parts.hello.clone() }
     }
 
     async fn handle(

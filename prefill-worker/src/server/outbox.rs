@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use shared::layout::CacheLayout;
 use tokio::sync::mpsc;
@@ -14,11 +15,18 @@ const WAITING_BYTES: u64 = 24 << 20;
 /// Even the largest pieces may overlap with computing.
 const MIN_WAITING_PIECES: u64 = 2;
 
-/// Bytes waiting, over all transfers of the process.
+/// Shorter transfers say more about buffers than about the link.
+const MIN_MEASURED_BYTES: u64 = 1 << 20;
+/// Weight of the newest transfer in the link's speed.
+const LINK_WEIGHT: f64 = 0.3;
+
+/// Bytes waiting, over all transfers of the process, and how fast they leave.
 #[derive(Debug, Default)]
 pub(super) struct Gauge {
     now: AtomicU64,
     peak: AtomicU64,
+    /// Bits of an `f64`.
+    link_bytes_per_s: AtomicU64,
 }
 
 /// The engine's end.
@@ -62,6 +70,23 @@ impl Gauge {
         self.peak.load(Ordering::Relaxed)
     }
 
+    /// Speed of the latest transfers; 0 before the first.
+    pub(super) fn link_bytes_per_s(&self) -> f64 {
+        f64::from_bits(self.link_bytes_per_s.load(Ordering::Relaxed))
+    }
+
+    /// Notes a transfer: its payload, and the time in which some of it waited for the link or the receiver.
+    pub(super) fn sent(&self, payload_bytes: u64, busy: Duration) {
+        if payload_bytes < MIN_MEASURED_BYTES {
+            return;
+        }
+        let newest = payload_bytes as f64 / busy.as_secs_f64().max(1e-6);
+        let old = self.link_bytes_per_s();
+        let value = if old == 0.0 { newest } else { old + LINK_WEIGHT * (newest - old) };
+        // Two transfers that end at once: one of them counts.
+        self.link_bytes_per_s.store(value.to_bits(), Ordering::Relaxed);
+    }
+
     fn add(&self, bytes: u64) {
         let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak.fetch_max(now, Ordering::Relaxed);
@@ -97,6 +122,16 @@ mod tests {
         // The queue, the piece that the engine is holding out, and the one just taken.
         assert!(gauge.peak_bytes() <= WAITING_BYTES + (4 << 20), "{}", gauge.peak_bytes());
         assert_eq!(gauge.now.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn the_link_is_measured_by_transfers_that_fill_it() {
+        let gauge = Gauge::default();
+        gauge.sent(1000, Duration::from_millis(1));
+        assert_eq!(gauge.link_bytes_per_s(), 0.0);
+        gauge.sent(10 << 20, Duration::from_secs(1));
+        gauge.sent(20 << 20, Duration::from_secs(1));
+        assert!((gauge.link_bytes_per_s() / f64::from(13 << 20) - 1.0).abs() < 1e-9);
     }
 
     #[test]

@@ -129,6 +129,7 @@ impl Request {
             return Err(Failure::Deadline);
         }
         let receipt = transfer.commit(start, end, job.short_reason).await.map_err(Failure::Transfer)?;
+        self.gauge.sent(receipt.payload_bytes, transfer.busy());
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         Ok(PrefillReport {

@@ -1,6 +1,6 @@
 //! One transfer on the bulk port: open, frames within the credit, commit, receipt.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use shared::hexbytes::Hex;
@@ -29,6 +29,8 @@ pub(super) struct Transfer {
     digest: TransferDigest,
     /// A frame was begun and not finished: nothing sensible can follow it.
     broken: bool,
+    /// Time in which something waited to be sent or confirmed.
+    busy: Duration,
 }
 
 impl Transfer {
@@ -52,8 +54,15 @@ impl Transfer {
         let (tx, rx): (TcpFrameSender, TcpFrameReceiver) =
             connect(addr, CONNECT_TIMEOUT).await.map_err(broken)?;
         let digest = TransferDigest::default();
-        let mut transfer =
-            Self { id, tx, inbound: Inbound::listen(id, rx), next_seq: 0, digest, broken: false };
+        let mut transfer = Self {
+            id,
+            tx,
+            inbound: Inbound::listen(id, rx),
+            next_seq: 0,
+            digest,
+            broken: false,
+            busy: Duration::ZERO,
+        };
         transfer.control(FrameKind::Open, open).await.map_err(broken)?;
         match tokio::time::timeout(OPEN_TIMEOUT, transfer.inbound.first_credit()).await {
             Ok(Ok(())) => Ok(transfer),
@@ -68,6 +77,18 @@ impl Transfer {
     /// # Errors
     /// The receiver's abort, or [`AbortCode::ConnectionLost`].
     pub(super) async fn send(&mut self, piece: &Piece) -> Result<(), Abort> {
+        let start = Instant::now();
+        let sent = self.send_parts(piece).await;
+        self.busy += start.elapsed();
+        sent
+    }
+
+    /// Time in which something waited to be sent or confirmed.
+    pub(super) fn busy(&self) -> Duration {
+        self.busy
+    }
+
+    async fn send_parts(&mut self, piece: &Piece) -> Result<(), Abort> {
         for (part, payload) in [(Part::K, &piece.keys), (Part::V, &piece.values)] {
             self.inbound.take_credit(payload.len()).await?;
             let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
@@ -100,12 +121,14 @@ impl Transfer {
         end: u32,
         short_reason: Option<String>,
     ) -> Result<TransferReceipt, Abort> {
+        let waiting_since = Instant::now();
         let digest = Hex(self.digest.finish());
         let (frames, payload_bytes) = (self.digest.frames(), self.digest.payload_bytes());
         let commit =
             Commit { token_start: start, token_end: end, frames, payload_bytes, digest, short_reason };
         self.control(FrameKind::Commit, &commit).await.map_err(lost)?;
         let receipt = self.inbound.receipt().await?;
+        self.busy += waiting_since.elapsed();
         if receipt != (TransferReceipt { token_end: end, frames, payload_bytes, digest }) {
             return Err(Abort::new(AbortCode::Checksum, "the receipt is not of what was sent"));
         }

@@ -273,6 +273,12 @@ pub struct PrefillStats {
     pub send_buffer_peak_bytes: u64,
     /// Resident memory of the process.
     pub resident_memory_bytes: u64,
+    /// Speeds measured so far.
+    #[serde(default)]
+    pub rates: Rates,
+    /// Payload bytes per second of the latest transfers, while there was something to send; 0 before the first.
+    #[serde(default)]
+    pub link_bytes_per_s: f64,
 }
 
 /// An answer to be generated.
@@ -487,6 +493,9 @@ pub struct DecodeStats {
     pub sequence_bytes: u64,
     /// Resident memory of the process.
     pub resident_memory_bytes: u64,
+    /// Speeds measured so far.
+    #[serde(default)]
+    pub rates: Rates,
 }
 
 /// An error from a worker.

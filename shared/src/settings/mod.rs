@@ -82,7 +82,7 @@ pub fn section<T: DeserializeOwned + Default>(file: &Path, section: &str) -> Res
 }
 
 /// Sections that a configuration file may have.
-pub const SECTIONS: [&str; 3] = ["gateway", "prefill", "decode"];
+pub const SECTIONS: [&str; 5] = ["gateway", "prefill", "decode", "agent", "operator"];
 
 /// The key that guards control connections on `addrs`: loopback needs none, anything else does.
 ///

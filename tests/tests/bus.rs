@@ -1,0 +1,50 @@
+//! The bus itself: connections to a real nats-server.
+
+use futures_util::StreamExt as _;
+use pd_tests::nats::Nats;
+use shared::bus::Bus;
+use std::time::Duration;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_subscription_survives_a_restart_of_the_server() {
+    let mut nats = Nats::start();
+    let (speaker, listener) = (nats.connect().await, nats.connect().await);
+    let mut heard = listener.client.subscribe("pd.v1.test.x").await.unwrap();
+    listener.client.flush().await.unwrap();
+    speaker.client.publish("pd.v1.test.x", "1".into()).await.unwrap();
+    assert_eq!(&heard.next().await.unwrap().payload[..], b"1");
+    let (mut a, mut b) = (speaker.connects(), listener.connects());
+    assert_eq!((*a.borrow_and_update(), *b.borrow_and_update()), (1, 1));
+    nats.restart();
+    let both = async { tokio::join!(a.changed(), b.changed()) };
+    let (a, b) = tokio::time::timeout(Duration::from_secs(15), both).await.unwrap();
+    a.unwrap();
+    b.unwrap();
+    listener.client.flush().await.unwrap();
+    speaker.client.publish("pd.v1.test.x", "2".into()).await.unwrap();
+    assert_eq!(&heard.next().await.unwrap().payload[..], b"2");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_comes_later_is_found() {
+    let mut nats = Nats::start();
+    nats.kill();
+    let bus = Bus::connect_in_background(&nats.settings(), "test", "test").await.unwrap();
+    assert!(!bus.is_connected());
+    assert!(Bus::connect(&nats.settings(), "test", "test").await.is_err(), "an impatient caller is told");
+    nats.restart();
+    let mut connects = bus.connects();
+    let found = connects.wait_for(|n| *n > 0);
+    tokio::time::timeout(Duration::from_secs(15), found).await.unwrap().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_login_needs_its_key() {
+    let keys = Nats::start();
+    let ((file, public), (other, _)) = (keys.new_key("a"), keys.new_key("b"));
+    let nats = Nats::with_config(&format!("authorization {{ users = [ {{ nkey: {public} }} ] }}"));
+    let connect = async |file| Bus::connect(&nats.settings_with(file, None), "test", "test").await;
+    assert!(connect(Some(&file)).await.is_ok());
+    assert!(connect(Some(&other)).await.is_err());
+    assert!(connect(None).await.is_err());
+}
