@@ -1,14 +1,18 @@
 //! OpenAI-compatible front door of pd-bridge.
 
+mod access_log;
 mod bus_keys;
 mod cli;
 mod deadlines;
 mod fleet;
 mod http;
+mod keys;
 mod metrics;
 mod model;
+mod open_files;
 mod pipeline;
 mod planner;
+mod record;
 mod serve;
 mod settings;
 #[cfg(test)]

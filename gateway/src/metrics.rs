@@ -4,6 +4,12 @@
 //! |---|---|---|
 //! | `pd_bridge_requests_total` | requests | `verdict`, `reason` (known codes, else `other`; empty where there is none) |
 //! | `pd_bridge_requests_in_flight` | requests | |
+//! | `pd_bridge_requests_queued` | requests that wait to be let in | |
+//! | `pd_bridge_queue_wait_seconds` | seconds that a request waited to be let in, or in vain | |
+//! | `pd_bridge_queue_refused_total` | requests for which the queue was full or too slow | |
+//! | `pd_bridge_connections` | open connections | |
+//! | `pd_bridge_connections_refused_total` | connections beyond the cap | |
+//! | `pd_bridge_access_log_dropped_total` | lines that the disk was too slow for | |
 //! | `pd_bridge_ttft_seconds` | seconds from arrival to first token | `verdict` |
 //! | `pd_bridge_inter_token_latency_seconds` | seconds between token messages | |
 //! | `pd_bridge_e2e_seconds` | seconds from arrival to the end of the answer | `verdict` |
@@ -30,6 +36,12 @@ pub(crate) struct Metrics {
     registry: Registry,
     requests: IntCounterVec,
     pub(crate) in_flight: IntGauge,
+    pub(crate) queued: IntGauge,
+    pub(crate) queue_wait: Histogram,
+    pub(crate) queue_refused: IntCounter,
+    pub(crate) connections: IntGauge,
+    pub(crate) connections_refused: IntCounter,
+    pub(crate) access_log_dropped: IntCounter,
     ttft: HistogramVec,
     pub(crate) inter_token: Histogram,
     e2e: HistogramVec,
@@ -156,6 +168,14 @@ impl Metrics {
         Ok(Self {
             requests,
             in_flight: made.gauge("requests_in_flight", "Requests being answered.")?,
+            queued: made.gauge("requests_queued", "Requests that wait to be let in.")?,
+            queue_wait: made.histogram("queue_wait_seconds", "Wait to be let in.", SLOW)?,
+            queue_refused: made
+                .counter("queue_refused_total", "Requests for which the queue was full or too slow.")?,
+            connections: made.gauge("connections", "Open connections.")?,
+            connections_refused: made.counter("connections_refused_total", "Connections beyond the cap.")?,
+            access_log_dropped: made
+                .counter("access_log_dropped_total", "Access log lines that the disk was too slow for.")?,
             ttft: made.histograms("ttft_seconds", "Arrival to first token.", &["verdict"], SLOW)?,
             inter_token: made.histogram(
                 "inter_token_latency_seconds",

@@ -1,9 +1,12 @@
 //! Puts the gateway together and runs it.
 
+use crate::access_log::AccessLog;
 use crate::fleet::{Address, Fleet, fixed_address};
-use crate::http::{self, App};
+use crate::http::{self, Admission, App};
+use crate::keys::{KeyRing, keep_current};
 use crate::metrics::Metrics;
 use crate::model::TextModel;
+use crate::open_files::make_room;
 use crate::pipeline::Context;
 use crate::settings::Settings;
 use crate::verdicts::VerdictStore;
@@ -11,10 +14,14 @@ use shared::settings::{SettingsError, shutdown_signal};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::{SystemTime, UNIX_EPOCH};
-use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
+
+/// At the end, time for the access log's last lines.
+const LOG_FLUSH_LIMIT: Duration = Duration::from_millis(500);
+/// Connections that may wait to be accepted.
+const BACKLOG: u32 = 4096;
 
 /// Why the program could not run.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +57,9 @@ pub(crate) enum ServeError {
     /// No async runtime.
     #[error("can't start: {0}")]
     Runtime(std::io::Error),
+    /// The access log can't be written.
+    #[error("access_log: {0}")]
+    AccessLog(std::io::Error),
     /// Two metrics share a name.
     #[error("metrics: {0}")]
     Metrics(#[from] prometheus::Error),
@@ -62,6 +72,7 @@ pub(crate) struct Gateway {
     shutdown: CancellationToken,
     /// Stops the connections to the workers, after the last answer.
     fleet_shutdown: CancellationToken,
+    access_log: Option<crate::access_log::Writer>,
 }
 
 impl Gateway {
@@ -83,22 +94,33 @@ impl Gateway {
         let fleet_shutdown = CancellationToken::new();
         let digest = model.tokenizer.digest();
         let fleet = Fleet::start(decode, prefill, &settings.cluster_key, digest, &fleet_shutdown);
+        let metrics = Arc::new(Metrics::new()?);
         let ctx = Arc::new(Context {
             fleet,
             model: Arc::new(model),
-            metrics: Arc::new(Metrics::new()?),
+            metrics: metrics.clone(),
             verdicts: VerdictStore::default(),
             min_bridge_tokens: settings.min_bridge_tokens,
             reconnect_wait: settings.reconnect_wait,
         });
+        let log =
+            settings.access_log.clone().map(|to| AccessLog::start(to, metrics.access_log_dropped.clone()));
+        let (access_log, writer) = log.transpose().map_err(ServeError::AccessLog)?.unzip();
+        let keys =
+            KeyRing::new(settings.api_keys.clone(), settings.api_keys_file.clone(), settings.key_limits);
+        let keys = Arc::new(keys);
+        tokio::spawn(keep_current(keys.clone(), fleet_shutdown.clone()));
         let app = Arc::new(App {
             ctx,
-            permits: Arc::new(Semaphore::new(settings.max_in_flight.min(Semaphore::MAX_PERMITS))),
+            keys,
+            admission: Admission::new(settings.limits, metrics),
+            max_connections: make_room(settings.max_connections),
+            access_log,
             settings,
             draining: AtomicBool::new(false),
             started_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         });
-        Ok(Self { app, listener, shutdown: CancellationToken::new(), fleet_shutdown })
+        Ok(Self { app, listener, shutdown: CancellationToken::new(), fleet_shutdown, access_log: writer })
     }
 
     /// Cancelling it starts the drain.
@@ -108,8 +130,12 @@ impl Gateway {
 
     /// Serves until the shutdown token is cancelled and answers are drained.
     pub(crate) async fn run(self) {
-        http::serve(self.listener, self.app, self.shutdown).await;
+        let tls = self.app.settings.tls.clone();
+        http::serve(self.listener, self.app, tls, self.shutdown).await;
         self.fleet_shutdown.cancel();
+        if let Some(writer) = self.access_log {
+            writer.finish(LOG_FLUSH_LIMIT).await;
+        }
     }
 }
 
@@ -117,8 +143,15 @@ impl Gateway {
 ///
 /// # Errors
 /// [`ServeError::Bind`] naming the address.
-pub(crate) async fn bind(addr: SocketAddr) -> Result<TcpListener, ServeError> {
-    TcpListener::bind(addr).await.map_err(|source| ServeError::Bind { addr, source })
+pub(crate) fn bind(addr: SocketAddr) -> Result<TcpListener, ServeError> {
+    let listen = || {
+        let socket = if addr.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        // A port that was in use a moment ago is free.
+        socket.set_reuseaddr(true)?;
+        socket.bind(addr)?;
+        socket.listen(BACKLOG)
+    };
+    listen().map_err(|source| ServeError::Bind { addr, source })
 }
 
 /// `pd-bridge gateway`: serves until Ctrl-C or SIGTERM.
@@ -131,7 +164,7 @@ pub(crate) async fn serve_forever(settings: Settings) -> Result<(), ServeError> 
     }
     let decode = settings.decode.iter().cloned().map(fixed_address).collect();
     let prefill = settings.prefill.iter().cloned().map(fixed_address).collect();
-    let listener = bind(settings.listen).await?;
+    let listener = bind(settings.listen)?;
     let gateway = Gateway::start(settings, listener, decode, prefill).await?;
     announce_when_ready(&gateway);
     let shutdown = gateway.shutdown_token();

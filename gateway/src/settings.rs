@@ -1,9 +1,13 @@
 //! Settings of the gateway: flags, then environment, then the `[gateway]` section of a file, then defaults.
 
+use crate::access_log::Target;
+use crate::http::{Acceptor, Limits, Patience};
+use crate::keys::{self, ApiKey, KeyLimits};
 use serde::Deserialize;
 use shared::control::ClusterKey;
 use shared::settings::{SettingsError, cluster_key, section};
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -29,9 +33,28 @@ pub(crate) struct GatewayArgs {
     /// File with the fleet's shared secret
     #[arg(long, env = "PD_BRIDGE_CLUSTER_KEY_FILE")]
     pub(crate) cluster_key_file: Option<PathBuf>,
-    /// TOML file of `name = "key"` lines; with it every /v1 request needs a key
+    /// TOML file of `name = "key"` lines; with it every /v1 request needs a key. Read again on SIGHUP or change
     #[arg(long, env = "PD_BRIDGE_API_KEYS_FILE")]
     pub(crate) api_keys_file: Option<PathBuf>,
+    /// Requests per minute of each key that has no limit of its own [default: no limit]
+    #[arg(long, env = "PD_BRIDGE_KEY_REQUESTS_PER_MIN")]
+    pub(crate) key_requests_per_min: Option<u32>,
+    /// Requests at once of each key that has no limit of its own [default: no limit]
+    #[arg(long, env = "PD_BRIDGE_KEY_MAX_CONCURRENT")]
+    pub(crate) key_max_concurrent: Option<u32>,
+    /// Show /metrics to everyone even if there are API keys [default: only to keys with `admin = true`]
+    #[arg(long, env = "PD_BRIDGE_PUBLIC_METRICS", num_args = 0..=1, default_missing_value = "true")]
+    pub(crate) public_metrics: Option<bool>,
+    /// Certificate chain (PEM); with it and --tls-key the API speaks HTTPS only
+    #[arg(long, env = "PD_BRIDGE_TLS_CERT")]
+    pub(crate) tls_cert: Option<PathBuf>,
+    /// Private key of the certificate (PEM)
+    #[arg(long, env = "PD_BRIDGE_TLS_KEY")]
+    pub(crate) tls_key: Option<PathBuf>,
+    /// Where to log requests, one JSON object a line without any text of theirs: off, stdout, or a file
+    /// [default: off]
+    #[arg(long, env = "PD_BRIDGE_ACCESS_LOG")]
+    pub(crate) access_log: Option<String>,
     /// Send response headers with a pending verdict after this time, unless the request requires a bridge
     /// [default: wait for the verdict]
     #[arg(long, env = "PD_BRIDGE_EARLY_HEADERS_AFTER_MS")]
@@ -39,18 +62,33 @@ pub(crate) struct GatewayArgs {
     /// Fewest tokens worth a transfer [default: 64]
     #[arg(long, env = "PD_BRIDGE_MIN_BRIDGE_TOKENS")]
     pub(crate) min_bridge_tokens: Option<u32>,
-    /// Requests answered at once; more get 429 [default: 1024]
+    /// Requests answered at once; more wait in the queue [default: 1024]
     #[arg(long, env = "PD_BRIDGE_MAX_IN_FLIGHT")]
     pub(crate) max_in_flight: Option<usize>,
+    /// Requests that wait; more get 429 [default: 1024]
+    #[arg(long, env = "PD_BRIDGE_MAX_QUEUE")]
+    pub(crate) max_queue: Option<usize>,
+    /// Longest wait in the queue before 429 [default: 30000]
+    #[arg(long, env = "PD_BRIDGE_QUEUE_TIMEOUT_MS")]
+    pub(crate) queue_timeout_ms: Option<u64>,
+    /// Connections at once; idle ones give way to new ones, if all are busy new ones get 503 [default: 16384]
+    #[arg(long, env = "PD_BRIDGE_MAX_CONNECTIONS")]
+    pub(crate) max_connections: Option<usize>,
     /// Largest request body, in bytes [default: 16777216]
     #[arg(long, env = "PD_BRIDGE_MAX_BODY_BYTES")]
     pub(crate) max_body_bytes: Option<usize>,
     /// Largest request head, in bytes [default: 65536]
     #[arg(long, env = "PD_BRIDGE_MAX_HEADER_BYTES")]
     pub(crate) max_header_bytes: Option<usize>,
-    /// Longest time for a client to send a request head, also the idle limit of a connection [default: 30000]
+    /// Longest time for a client to send a request head, or to shake hands for TLS [default: 30000]
     #[arg(long, env = "PD_BRIDGE_HEADER_READ_TIMEOUT_MS")]
     pub(crate) header_read_timeout_ms: Option<u64>,
+    /// Longest time that a connection stays open without a request [default: 120000]
+    #[arg(long, env = "PD_BRIDGE_IDLE_TIMEOUT_MS")]
+    pub(crate) idle_timeout_ms: Option<u64>,
+    /// Longest time that a client may take none of the bytes written to it [default: 90000]
+    #[arg(long, env = "PD_BRIDGE_WRITE_TIMEOUT_MS")]
+    pub(crate) write_timeout_ms: Option<u64>,
     /// Longest wait for a lost decode worker to come back before a request fails [default: 20000]
     #[arg(long, env = "PD_BRIDGE_RECONNECT_WAIT_MS")]
     pub(crate) reconnect_wait_ms: Option<u64>,
@@ -72,21 +110,21 @@ pub(crate) struct Settings {
     pub(crate) prefill: Vec<String>,
     pub(crate) cluster_key: ClusterKey,
     pub(crate) api_keys: Vec<ApiKey>,
+    pub(crate) api_keys_file: Option<PathBuf>,
+    /// Of keys without limits of their own.
+    pub(crate) key_limits: KeyLimits,
+    pub(crate) public_metrics: bool,
+    pub(crate) tls: Option<Acceptor>,
+    pub(crate) access_log: Option<Target>,
     pub(crate) early_headers_after: Option<Duration>,
     pub(crate) min_bridge_tokens: u32,
-    pub(crate) max_in_flight: usize,
+    pub(crate) limits: Limits,
+    pub(crate) max_connections: usize,
     pub(crate) max_body_bytes: usize,
     pub(crate) max_header_bytes: usize,
-    pub(crate) header_read_timeout: Duration,
+    pub(crate) patience: Patience,
     pub(crate) reconnect_wait: Duration,
     pub(crate) drain_limit: Duration,
-}
-
-/// Who may use the API: a name for logs and the BLAKE3 of the key.
-#[derive(Debug, Clone)]
-pub(crate) struct ApiKey {
-    pub(crate) name: String,
-    pub(crate) digest: [u8; 32],
 }
 
 impl GatewayArgs {
@@ -105,12 +143,23 @@ impl GatewayArgs {
             prefill: self.prefill.or(f.prefill),
             cluster_key_file: self.cluster_key_file.or(f.cluster_key_file),
             api_keys_file: self.api_keys_file.or(f.api_keys_file),
+            key_requests_per_min: self.key_requests_per_min.or(f.key_requests_per_min),
+            key_max_concurrent: self.key_max_concurrent.or(f.key_max_concurrent),
+            public_metrics: self.public_metrics.or(f.public_metrics),
+            tls_cert: self.tls_cert.or(f.tls_cert),
+            tls_key: self.tls_key.or(f.tls_key),
+            access_log: self.access_log.or(f.access_log),
             early_headers_after_ms: self.early_headers_after_ms.or(f.early_headers_after_ms),
             min_bridge_tokens: self.min_bridge_tokens.or(f.min_bridge_tokens),
             max_in_flight: self.max_in_flight.or(f.max_in_flight),
+            max_queue: self.max_queue.or(f.max_queue),
+            queue_timeout_ms: self.queue_timeout_ms.or(f.queue_timeout_ms),
+            max_connections: self.max_connections.or(f.max_connections),
             max_body_bytes: self.max_body_bytes.or(f.max_body_bytes),
             max_header_bytes: self.max_header_bytes.or(f.max_header_bytes),
             header_read_timeout_ms: self.header_read_timeout_ms.or(f.header_read_timeout_ms),
+            idle_timeout_ms: self.idle_timeout_ms.or(f.idle_timeout_ms),
+            write_timeout_ms: self.write_timeout_ms.or(f.write_timeout_ms),
             reconnect_wait_ms: self.reconnect_wait_ms.or(f.reconnect_wait_ms),
             drain_limit_ms: self.drain_limit_ms.or(f.drain_limit_ms),
             log_json: self.log_json.or(f.log_json),
@@ -130,6 +179,21 @@ impl GatewayArgs {
         let prefill = addresses("gateway.prefill", self.prefill)?;
         let max_header_bytes =
             at_least("gateway.max_header_bytes", self.max_header_bytes.unwrap_or(64 << 10), 8192)?;
+        let key_limits = KeyLimits {
+            requests_per_min: self.key_requests_per_min.and_then(NonZeroU32::new),
+            max_concurrent: self.key_max_concurrent.and_then(NonZeroU32::new),
+        };
+        let keys = self.api_keys_file.as_deref().map(|file| keys::read(file, key_limits)).transpose()?;
+        let limits = Limits {
+            max_in_flight: at_least("gateway.max_in_flight", self.max_in_flight.unwrap_or(1024), 1)?,
+            max_queue: self.max_queue.unwrap_or(1024),
+            queue_timeout: positive_ms("gateway.queue_timeout_ms", self.queue_timeout_ms, 30_000)?,
+        };
+        let patience = Patience {
+            head: positive_ms("gateway.header_read_timeout_ms", self.header_read_timeout_ms, 30_000)?,
+            idle: positive_ms("gateway.idle_timeout_ms", self.idle_timeout_ms, 120_000)?,
+            write: positive_ms("gateway.write_timeout_ms", self.write_timeout_ms, 90_000)?,
+        };
         Ok(Settings {
             listen: self.listen.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 8000))),
             model,
@@ -137,21 +201,23 @@ impl GatewayArgs {
             decode,
             prefill,
             cluster_key: cluster_key(self.cluster_key_file.as_deref(), &[])?,
-            api_keys: self.api_keys_file.as_deref().map(api_keys).transpose()?.unwrap_or_default(),
+            api_keys: keys.unwrap_or_default(),
+            api_keys_file: self.api_keys_file,
+            key_limits,
+            public_metrics: self.public_metrics.unwrap_or(false),
+            tls: tls(self.tls_cert.as_deref(), self.tls_key.as_deref())?,
+            access_log: self.access_log.and_then(access_log),
             early_headers_after: self.early_headers_after_ms.map(Duration::from_millis),
             min_bridge_tokens: self.min_bridge_tokens.unwrap_or(64),
-            max_in_flight: at_least("gateway.max_in_flight", self.max_in_flight.unwrap_or(1024), 1)?,
+            limits,
+            max_connections: at_least("gateway.max_connections", self.max_connections.unwrap_or(16_384), 1)?,
             max_body_bytes: at_least(
                 "gateway.max_body_bytes",
                 self.max_body_bytes.unwrap_or(16 << 20),
                 1024,
             )?,
             max_header_bytes,
-            header_read_timeout: positive_ms(
-                "gateway.header_read_timeout_ms",
-                self.header_read_timeout_ms,
-                30_000,
-            )?,
+            patience,
             reconnect_wait: Duration::from_millis(self.reconnect_wait_ms.unwrap_or(20_000)),
             drain_limit: Duration::from_millis(self.drain_limit_ms.unwrap_or(30_000)),
         })
@@ -184,28 +250,21 @@ fn addresses(key: &str, given: Option<Vec<String>>) -> Result<Vec<String>, Setti
     Ok(given)
 }
 
-fn api_keys(file: &Path) -> Result<Vec<ApiKey>, SettingsError> {
-    let unreadable = |source| SettingsError::Unreadable { file: file.to_owned(), source };
-    let in_file = |key: &str, message: String| SettingsError::InFile {
-        file: file.to_owned(),
-        key: key.to_owned(),
-        message,
-    };
-    let text = std::fs::read_to_string(file).map_err(unreadable)?;
-    // The parser's own message would quote a line, and with it a key.
-    let table: toml::Table = text.parse().map_err(|_| in_file("(syntax)", "not a TOML file".to_owned()))?;
-    let key = |(name, value): (&String, &toml::Value)| match value.as_str() {
-        Some(secret) if secret.len() >= 16 => {
-            Ok(ApiKey { name: name.clone(), digest: *blake3::hash(secret.as_bytes()).as_bytes() })
-        }
-        Some(_) => Err(in_file(name, "an API key has at least 16 characters".to_owned())),
-        None => Err(in_file(name, "must be a string".to_owned())),
-    };
-    let keys = table.iter().map(key).collect::<Result<Vec<_>, _>>()?;
-    if keys.is_empty() {
-        return Err(in_file("(file)", "holds no key, so nobody could use the API".to_owned()));
+fn tls(cert: Option<&Path>, key: Option<&Path>) -> Result<Option<Acceptor>, SettingsError> {
+    match (cert, key) {
+        (None, None) => Ok(None),
+        (Some(cert), Some(key)) => Acceptor::open(cert, key).map(Some),
+        (Some(_), None) => Err(SettingsError::value("gateway.tls_key", "is needed with tls_cert")),
+        (None, Some(_)) => Err(SettingsError::value("gateway.tls_cert", "is needed with tls_key")),
     }
-    Ok(keys)
+}
+
+fn access_log(setting: String) -> Option<Target> {
+    match setting.as_str() {
+        "" | "off" => None,
+        "stdout" => Some(Target::Stdout),
+        _ => Some(Target::File(setting.into())),
+    }
 }
 
 #[cfg(test)]
@@ -236,21 +295,5 @@ mod tests {
         let args = GatewayArgs { max_in_flight: Some(3), ..GatewayArgs::default() };
         let merged = args.with_file(Some(&file)).unwrap();
         assert_eq!((merged.min_bridge_tokens, merged.max_in_flight), (Some(7), Some(3)));
-    }
-
-    #[test]
-    fn a_broken_key_file_never_shows_a_key() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("keys.toml");
-        for (text, names) in
-            [("alice = \"short\"", "alice"), ("bob = sk-very-secret", "syntax"), ("", "no key")]
-        {
-            std::fs::write(&file, text).unwrap();
-            let error = resolve(|a| a.api_keys_file = Some(file.clone())).unwrap_err();
-            assert!(
-                error.contains(names) && !error.contains("secret") && error.contains("keys.toml"),
-                "{error}"
-            );
-        }
     }
 }

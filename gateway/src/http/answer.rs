@@ -54,7 +54,7 @@ pub(super) struct Exchange {
 
 impl Exchange {
     pub(super) fn new(headers: &axum::http::HeaderMap, clock: WriteClock) -> Self {
-        let request_id = bridge_headers::request_id(headers);
+        let request_id = crate::record::current().request_id.clone();
         let chosen = headers.contains_key(&bridge_headers::REQUEST_ID);
         // Two requests with one client-chosen name must not meet on the workers.
         let worker_id = if chosen { bridge_headers::fresh_id() } else { request_id.clone() };
@@ -67,6 +67,7 @@ impl Exchange {
         let reason = Some(error.reason().to_owned());
         let verdict = Verdict::without_receipt(VerdictKind::Native, reason, parties, 0);
         app.ctx.metrics.ended(&verdict, self.arrived.elapsed());
+        crate::record::current().ended(&verdict);
         app.ctx.verdicts.put(&verdict);
         let mut response = error.into_response();
         bridge_headers::set(&mut response, &verdict);
@@ -87,7 +88,7 @@ pub(super) async fn answer(
     if app.draining.load(Ordering::Relaxed) {
         return Err(ApiError::shutting_down());
     }
-    let permit = app.permits.clone().try_acquire_owned().map_err(|_| ApiError::too_many_requests())?;
+    let permit = app.admission.enter().await?;
     let several = request.prompts.len() > 1;
     if several && request.stream && asked.require != Require::Nothing {
         let why = "a bridge can't be required for several prompts in one stream";

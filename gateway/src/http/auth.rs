@@ -1,61 +1,96 @@
-//! API keys: constant-time compare over digests, so neither content nor length of a key leaks.
+//! Who asks: API keys, what each of them may use, and what only an administrator may see.
 
 use super::App;
 use super::error::ApiError;
-use crate::settings::ApiKey;
+use crate::keys::{ApiKey, Refusal};
+use crate::record;
 use axum::extract::{Request, State};
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, Method, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
 use std::sync::Arc;
-use subtle::ConstantTimeEq as _;
+use std::time::Duration;
 
-/// Refuses requests without a known key, if any key is configured.
+/// What a client whose requests run too long may as well wait before it looks again.
+const CONCURRENCY_RETRY: Duration = Duration::from_secs(1);
+
+/// Refuses requests without a known key, if any key is configured, and those beyond the key's limits.
 pub(super) async fn check(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    let keys = &app.settings.api_keys;
-    if keys.is_empty() {
+    if !app.keys.is_on() {
         return next.run(request).await;
     }
-    match bearer(request.headers()).and_then(|secret| find(keys, secret)) {
-        Some(key) => {
-            tracing::debug!(api_key = %key.name, path = %request.uri().path(), "authorized");
+    let admitted = authorized(&app, request.headers()).and_then(|key| {
+        // Looking at models costs nothing; what is limited is work.
+        let permit = if request.method() == Method::POST { key.admit().map_err(too_many)? } else { None };
+        record::current().authorized(key.name, permit);
+        Ok(())
+    });
+    match admitted {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_response(),
+    }
+}
+
+/// Refuses requests without an administrator's key, if any key is configured and the setting does not open the door.
+pub(super) async fn check_admin(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    if !app.keys.is_on() || app.settings.public_metrics {
+        return next.run(request).await;
+    }
+    match authorized(&app, request.headers()) {
+        Ok(key) if key.admin => {
+            record::current().authorized(key.name, None);
             next.run(request).await
         }
-        None => ApiError::unauthorized().into_response(),
+        Ok(_) => ApiError::forbidden().into_response(),
+        Err(error) => error.into_response(),
     }
 }
 
-fn bearer(headers: &HeaderMap) -> Option<&str> {
-    let value = headers.get(axum::http::header::AUTHORIZATION)?.to_str().ok()?;
-    let (scheme, secret) = value.split_once(' ')?;
-    scheme.eq_ignore_ascii_case("bearer").then(|| secret.trim())
+fn authorized(app: &App, headers: &HeaderMap) -> Result<ApiKey, ApiError> {
+    let secret = bearer(headers)?.ok_or_else(ApiError::unauthorized)?;
+    app.keys.find(secret).ok_or_else(ApiError::unauthorized)
 }
 
-/// Compares with every key, so that the time does not tell which one came close.
-fn find<'a>(keys: &'a [ApiKey], secret: &str) -> Option<&'a ApiKey> {
-    let digest = blake3::hash(secret.as_bytes());
-    let mut found = None;
-    for key in keys {
-        if bool::from(key.digest.ct_eq(digest.as_bytes())) {
-            found = Some(key);
+fn bearer(headers: &HeaderMap) -> Result<Option<&str>, ApiError> {
+    let mut values = headers.get_all(header::AUTHORIZATION).into_iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    if values.next().is_some() {
+        // Which of them a proxy before this one has checked can't be known.
+        return Err(ApiError::invalid("authorization", "more than one Authorization header"));
+    }
+    let scheme_and_secret = value.to_str().ok().and_then(|v| v.split_once(' '));
+    Ok(scheme_and_secret.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, s)| s.trim()))
+}
+
+fn too_many(refusal: Refusal) -> ApiError {
+    match refusal {
+        Refusal::Rate(wait) => {
+            ApiError::too_many_requests("this key's requests per minute are used up", wait)
         }
+        Refusal::Concurrent(most) => ApiError::too_many_requests(
+            format!("this key may have {most} requests under way at once"),
+            CONCURRENCY_RETRY,
+        ),
     }
-    found
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::http::HeaderValue;
 
     #[test]
-    fn only_the_exact_key_is_found() {
-        let key = |name: &str, secret: &str| ApiKey {
-            name: name.into(),
-            digest: *blake3::hash(secret.as_bytes()).as_bytes(),
+    fn only_one_bearer_counts() {
+        let headers = |values: &[&'static str]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(header::AUTHORIZATION, HeaderValue::from_static(value));
+            }
+            headers
         };
-        let keys = [key("a", "sk-aaaaaaaaaaaaaaaa"), key("b", "sk-bbbbbbbbbbbbbbbb")];
-        assert_eq!(find(&keys, "sk-bbbbbbbbbbbbbbbb").unwrap().name, "b");
-        assert!(find(&keys, "sk-bbbbbbbbbbbbbbb").is_none());
-        assert!(find(&keys, "").is_none());
+        assert_eq!(bearer(&headers(&["bearer  abc "])), Ok(Some("abc")));
+        assert_eq!(bearer(&headers(&[])), Ok(None));
+        assert_eq!(bearer(&headers(&["Basic abc"])), Ok(None));
+        assert!(bearer(&headers(&["Bearer a", "Bearer b"])).is_err());
     }
 }

@@ -2,6 +2,7 @@
 
 use super::error::{ApiError, Reason};
 use crate::planner::Route;
+use crate::record;
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::middleware::Next;
@@ -79,7 +80,7 @@ pub(super) async fn always(request: Request, next: Next) -> Response {
     let mut response = next.run(request).await;
     if inference && !response.headers().contains_key(&VERDICT) {
         let reason = response.extensions().get::<Reason>().map_or("invalid_request", |r| r.0);
-        let parties = Parties { request_id: fresh_id(), ..Parties::default() };
+        let parties = Parties { request_id: record::current().request_id.clone(), ..Parties::default() };
         set(
             &mut response,
             &Verdict::without_receipt(VerdictKind::Native, Some(reason.to_owned()), parties, 0),

@@ -6,6 +6,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use shared::control::WorkerErrorCode;
+use std::time::Duration;
 
 /// An error as clients see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,11 +16,12 @@ pub(crate) struct ApiError {
     code: &'static str,
     message: String,
     param: Option<String>,
+    retry_after: Option<Duration>,
 }
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, kind, code, message: message.into(), param: None }
+        Self { status, kind, code, message: message.into(), param: None, retry_after: None }
     }
 
     /// 400, naming the parameter.
@@ -63,6 +65,12 @@ impl ApiError {
         Self::new(StatusCode::UNAUTHORIZED, "authentication_error", "invalid_api_key", message)
     }
 
+    /// 403.
+    pub(crate) fn forbidden() -> Self {
+        let message = "this needs a key with `admin = true` (or the setting `public_metrics`)";
+        Self::new(StatusCode::FORBIDDEN, "permission_error", "admin_required", message)
+    }
+
     /// 404.
     pub(crate) fn not_found(message: impl Into<String>) -> Self {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", "not_found", message)
@@ -81,10 +89,11 @@ impl ApiError {
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", "method_not_allowed", message)
     }
 
-    /// 429.
-    pub(crate) fn too_many_requests() -> Self {
-        let message = "too many requests are being answered, try again soon";
-        Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", message)
+    /// 429, saying when to try again.
+    pub(crate) fn too_many_requests(message: impl Into<String>, retry_after: Duration) -> Self {
+        let status = StatusCode::TOO_MANY_REQUESTS;
+        let error = Self::new(status, "rate_limit_error", "too_many_requests", message);
+        Self { retry_after: Some(retry_after), ..error }
     }
 
     /// 503 while shutting down.
@@ -105,7 +114,7 @@ impl ApiError {
     /// Code for the verdict's reason.
     pub(crate) fn reason(&self) -> &'static str {
         match self.status {
-            StatusCode::UNAUTHORIZED => "unauthorized",
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => "unauthorized",
             StatusCode::TOO_MANY_REQUESTS => "too_many_requests",
             status if status.is_client_error() => "invalid_request",
             _ => self.code,
@@ -160,7 +169,13 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.body())).into_response();
         if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+            // Whole seconds, rounded up: coming back too early would be in vain.
+            let wait = self.retry_after.unwrap_or_default().as_millis().div_ceil(1000).max(1);
+            let wait = u64::try_from(wait).unwrap_or(u64::MAX);
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(wait));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response.extensions_mut().insert(Reason(self.reason()));
         response

@@ -1,27 +1,38 @@
 //! The front door: an OpenAI-compatible API over HTTP/1.1.
 
+mod admission;
 mod answer;
 mod auth;
 mod bridge_headers;
 mod chat;
 mod completions;
+mod connections;
 mod error;
 mod head_limit;
+mod held;
+mod journal;
 mod logprobs;
 mod metadata;
 mod ops;
+mod overload;
 mod params;
 mod refused;
 mod sampling;
 mod server;
 mod sse;
 mod telling;
+mod tls;
 mod usage;
 mod voice;
 mod write_clock;
 
+pub(crate) use admission::{Admission, Limits};
+pub(crate) use connections::Patience;
 pub(crate) use server::serve;
+pub(crate) use tls::Acceptor;
 
+use crate::access_log::AccessLog;
+use crate::keys::KeyRing;
 use crate::pipeline::Context;
 use crate::settings::Settings;
 use axum::Router;
@@ -29,14 +40,19 @@ use axum::middleware;
 use axum::routing::{get, post};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use tokio::sync::Semaphore;
 
 /// What handlers share.
 pub(crate) struct App {
     pub(crate) ctx: Arc<Context>,
     pub(crate) settings: Settings,
-    /// One permit per request that may run.
-    pub(crate) permits: Arc<Semaphore>,
+    /// The keys in force.
+    pub(crate) keys: Arc<KeyRing>,
+    /// The way in.
+    pub(crate) admission: Admission,
+    /// Connections at once, as far as the system allows.
+    pub(crate) max_connections: usize,
+    /// Where requests are logged, if they are.
+    pub(crate) access_log: Option<AccessLog>,
     /// Set on shutdown: running answers finish, new requests are refused.
     pub(crate) draining: AtomicBool,
     /// Start of the process, seconds since 1970.
@@ -52,15 +68,19 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/models", get(ops::models))
         .route("/v1/models/{id}", get(ops::model))
         .route("/v1/bridge/verdicts/{id}", get(ops::verdict));
+    let admin = Router::new()
+        .route("/metrics", get(ops::metrics))
+        .layer(middleware::from_fn_with_state(app.clone(), auth::check_admin));
     inference
         .merge(rest)
         .layer(middleware::from_fn_with_state(app.clone(), auth::check))
+        .merge(admin)
         .route("/healthz", get(ops::healthz))
         .route("/readyz", get(ops::readyz))
-        .route("/metrics", get(ops::metrics))
         .fallback(ops::not_found)
         .method_not_allowed_fallback(ops::method_not_allowed)
         .layer(middleware::from_fn_with_state(app.clone(), head_limit::check))
         .layer(middleware::from_fn(bridge_headers::always))
+        .layer(middleware::from_fn_with_state(app.clone(), journal::keep))
         .with_state(app)
 }

@@ -1,38 +1,66 @@
-//! The accept loop: header-read timeout and caps, which `axum::serve` lacks, and draining.
+//! The accept loop: caps and timeouts that `axum::serve` lacks, TLS, and draining.
 
+use super::connections::{Connections, Seated};
+use super::tls::Acceptor;
 use super::write_clock::{ClockedStream, WriteClock};
-use super::{App, router};
+use super::{App, overload, router};
+use axum::Router;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tokio::net::TcpListener;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 /// Most headers of a request; more get 431.
 const MAX_HEADERS: usize = 128;
 /// After the last answer, time for its bytes to leave.
 const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 
+/// What every connection needs.
+struct Shared {
+    app: Arc<App>,
+    service: TowerToHyperService<Router>,
+    http: http1::Builder,
+    tls: Option<Acceptor>,
+    /// Cancelled when idle connections are to end.
+    closing: CancellationToken,
+}
+
 /// Serves until `shutdown`, then lets running answers finish within the drain limit.
-pub(crate) async fn serve(listener: TcpListener, app: Arc<App>, shutdown: CancellationToken) {
-    let service = TowerToHyperService::new(router(app.clone()));
-    let graceful = GracefulShutdown::new();
+pub(crate) async fn serve(
+    listener: TcpListener,
+    app: Arc<App>,
+    tls: Option<Acceptor>,
+    shutdown: CancellationToken,
+) {
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new())
-        .header_read_timeout(app.settings.header_read_timeout)
-        .max_buf_size(app.settings.max_header_bytes)
-        .max_headers(MAX_HEADERS);
-    let drained = drained(&app, &shutdown);
-    tokio::pin!(drained);
+    http.max_buf_size(app.settings.max_header_bytes).max_headers(MAX_HEADERS);
+    let shared = Arc::new(Shared {
+        app: app.clone(),
+        service: TowerToHyperService::new(router(app.clone())),
+        http,
+        tls,
+        closing: CancellationToken::new(),
+    });
+    let connections = Connections::new(app.max_connections, app.ctx.metrics.connections.clone());
+    let tracker = TaskTracker::new();
+    let mut sweep = tokio::time::interval(app.settings.patience.interval());
+    let mut drained = pin!(drained(&app, &shutdown));
     loop {
         let stream = tokio::select! {
             () = &mut drained => break,
+            _ = sweep.tick() => {
+                connections.sweep(&app.settings.patience);
+                continue;
+            }
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => stream,
                 Err(error) => {
@@ -43,26 +71,15 @@ pub(crate) async fn serve(listener: TcpListener, app: Arc<App>, shutdown: Cancel
                 }
             },
         };
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY");
+        match connections.seat() {
+            Some(seated) => drop(tracker.spawn(shared.clone().connection(stream, seated))),
+            None => overload::turn_away(stream, shared.tls.is_some(), &app.ctx.metrics),
         }
-        let clock = WriteClock::new(app.ctx.metrics.token_write.clone());
-        let io = TokioIo::new(ClockedStream::new(stream, clock.clone()));
-        let service = service.clone();
-        let clocked = service_fn(move |mut request: hyper::Request<Incoming>| {
-            request.extensions_mut().insert(clock.clone());
-            service.call(request)
-        });
-        let connection = http.serve_connection(io, clocked);
-        let connection = graceful.watch(connection);
-        tokio::spawn(async move {
-            if let Err(error) = connection.await {
-                tracing::debug!(%error, "connection");
-            }
-        });
     }
     drop(listener);
-    if tokio::time::timeout(FLUSH_LIMIT, graceful.shutdown()).await.is_err() {
+    shared.closing.cancel();
+    tracker.close();
+    if tokio::time::timeout(FLUSH_LIMIT, tracker.wait()).await.is_err() {
         tracing::warn!("closing connections that are still open");
     }
 }
@@ -71,9 +88,55 @@ pub(crate) async fn serve(listener: TcpListener, app: Arc<App>, shutdown: Cancel
 async fn drained(app: &App, shutdown: &CancellationToken) {
     shutdown.cancelled().await;
     app.draining.store(true, Ordering::Relaxed);
-    let all = u32::try_from(app.settings.max_in_flight).unwrap_or(u32::MAX);
     tracing::info!("draining");
-    if tokio::time::timeout(app.settings.drain_limit, app.permits.acquire_many(all)).await.is_err() {
+    if tokio::time::timeout(app.settings.drain_limit, app.admission.emptied()).await.is_err() {
         tracing::warn!("drain limit reached with answers still running");
+    }
+}
+
+impl Shared {
+    async fn connection(self: Arc<Self>, stream: TcpStream, seated: Seated) {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "TCP_NODELAY");
+        }
+        match &self.tls {
+            None => self.http(stream, &seated).await,
+            Some(tls) => match tls.accept(stream, self.app.settings.patience.head).await {
+                Ok(stream) => self.http(stream, &seated).await,
+                Err(error) => tracing::debug!(%error, "TLS handshake"),
+            },
+        }
+    }
+
+    async fn http(&self, stream: impl AsyncRead + AsyncWrite + Unpin, Seated { seat, .. }: &Seated) {
+        let clock = WriteClock::new(self.app.ctx.metrics.token_write.clone());
+        let io = TokioIo::new(ClockedStream::new(stream, clock.clone(), seat.clone()));
+        let answer = service_fn(|mut request: hyper::Request<Incoming>| {
+            let busy = seat.request();
+            request.extensions_mut().insert(clock.clone());
+            let answer = self.service.call(request);
+            async move { answer.await.map(|response| response.map(|body| super::held::Held::new(body, busy))) }
+        });
+        let mut connection = pin!(self.http.serve_connection(io, answer));
+        let ended = tokio::select! {
+            ended = &mut connection => Some(ended),
+            () = seat.cut_off() => return,
+            () = seat.asked_to_leave() => None,
+            () = self.closing.cancelled() => None,
+        };
+        let ended = match ended {
+            Some(ended) => ended,
+            None => {
+                // An idle connection ends at once; one that has just been asked something answers first.
+                connection.as_mut().graceful_shutdown();
+                match tokio::time::timeout(FLUSH_LIMIT, connection).await {
+                    Ok(ended) => ended,
+                    Err(_) => return,
+                }
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(%error, "connection");
+        }
     }
 }

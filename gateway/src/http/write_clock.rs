@@ -1,5 +1,6 @@
 //! When bytes really leave: the time from a decoder's token message to the write on the client's socket.
 
+use super::connections::Seat;
 use parking_lot::Mutex;
 use prometheus::Histogram;
 use std::io::{IoSlice, Result};
@@ -8,7 +9,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 
 /// Of one connection: the arrival of the oldest token whose bytes are not written yet.
 #[derive(Clone)]
@@ -34,35 +34,42 @@ impl WriteClock {
     }
 }
 
-/// A client's socket whose writes the clock sees.
-pub(super) struct ClockedStream {
-    stream: TcpStream,
+/// A client's socket whose reads and writes the clock and the connection's seat see.
+pub(super) struct ClockedStream<S> {
+    stream: S,
     clock: WriteClock,
+    seat: Arc<Seat>,
 }
 
-impl ClockedStream {
-    pub(super) fn new(stream: TcpStream, clock: WriteClock) -> Self {
-        Self { stream, clock }
+impl<S> ClockedStream<S> {
+    pub(super) fn new(stream: S, clock: WriteClock, seat: Arc<Seat>) -> Self {
+        Self { stream, clock, seat }
     }
 
-    fn seen(&self, polled: Poll<Result<usize>>) -> Poll<Result<usize>> {
+    fn wrote(&self, polled: Poll<Result<usize>>) -> Poll<Result<usize>> {
         if matches!(polled, Poll::Ready(Ok(_))) {
             self.clock.written();
+        }
+        self.seat.blocked(polled.is_pending());
+        polled
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for ClockedStream<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<Result<()>> {
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            self.seat.read();
         }
         polled
     }
 }
 
-impl AsyncRead for ClockedStream {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for ClockedStream {
+impl<S: AsyncWrite + Unpin> AsyncWrite for ClockedStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<Result<usize>> {
         let polled = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.seen(polled)
+        self.wrote(polled)
     }
 
     fn poll_write_vectored(
@@ -71,7 +78,7 @@ impl AsyncWrite for ClockedStream {
         bufs: &[IoSlice<'_>],
     ) -> Poll<Result<usize>> {
         let polled = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.seen(polled)
+        self.wrote(polled)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -79,7 +86,9 @@ impl AsyncWrite for ClockedStream {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let polled = Pin::new(&mut self.stream).poll_flush(cx);
+        self.seat.blocked(polled.is_pending());
+        polled
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {

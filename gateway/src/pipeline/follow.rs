@@ -8,6 +8,7 @@ use super::{CLIENT_STALL, Event, FailureKind, Finish};
 use crate::deadlines;
 use crate::fleet::DecodeLink;
 use crate::metrics::Stage;
+use crate::record;
 use shared::control::{
     DecodeEvent, DecodeReceipt, DecodeRequest, EventStream, Incoming, Require, TokenLogprobs, WorkerErrorCode,
 };
@@ -87,6 +88,7 @@ impl Attempt<'_> {
                     deadline = now + deadlines::next_token(run.decoder.rates().decode_tokens_per_s);
                     let Some(news) = choices.tokens(choice, &ids, logprobs)? else { continue };
                     self.ctx.metrics.completion_tokens.inc_by(u64::from(news.used));
+                    record::current().generated(u64::from(news.used));
                     let ended = news.end.is_some();
                     self.tell(choice, news, run.events.arrived()).await?;
                     if choices.all_ended() {
@@ -198,6 +200,7 @@ impl Attempt<'_> {
         }
         let metrics = &self.ctx.metrics;
         metrics.started(&verdict, ttft);
+        record::current().started(ttft);
         metrics.stage_ms(Stage::Queue, receipt.queue_ms);
         metrics.stage_ms(Stage::Wait, receipt.wait_ms);
         metrics.stage_ms(Stage::Ingest, receipt.ingest_ms);

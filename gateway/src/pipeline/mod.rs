@@ -21,6 +21,7 @@ use crate::fleet::Fleet;
 use crate::metrics::Metrics;
 use crate::model::TextModel;
 use crate::planner::Route;
+use crate::record;
 use crate::verdicts::VerdictStore;
 use attempt::{Attempt, Outcome};
 use shared::control::{Require, TokenLogprobs};
@@ -101,7 +102,8 @@ pub(crate) enum Event {
 /// Starts a request. `permit` is held until it ends.
 pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -> mpsc::Receiver<Event> {
     let (out, events) = mpsc::channel(EVENT_BACKLOG);
-    tokio::spawn(async move {
+    let record = record::current();
+    tokio::spawn(record::scope(record.clone(), async move {
         let _permit = permit;
         let _in_flight = InFlight::new(&ctx.metrics);
         let mut last = Verdict::without_receipt(
@@ -111,11 +113,15 @@ pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -
             u32::try_from(job.tokens.len()).unwrap_or(u32::MAX),
         );
         tokio::select! {
-            () = out.closed() => tracing::debug!(request_id = %job.request_id, "client left"),
+            () = out.closed() => {
+                tracing::debug!(request_id = %job.request_id, "client left");
+                record.left();
+            }
             () = run(&ctx, &job, &out, &mut last) => {}
         }
         ctx.metrics.ended(&last, job.arrived.elapsed());
-    });
+        record.ended(&last);
+    }));
     events
 }
 

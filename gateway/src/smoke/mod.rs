@@ -4,8 +4,9 @@ mod client;
 mod model;
 mod workers;
 
+use crate::keys::ApiKey;
 use crate::serve::Gateway;
-use crate::settings::{ApiKey, GatewayArgs, Settings};
+use crate::settings::{GatewayArgs, Settings};
 use client::{get, post, stream};
 use serde_json::json;
 use std::net::SocketAddr;
@@ -245,7 +246,8 @@ async fn draining_finishes_running_answers_and_refuses_new_ones() {
 #[tokio::test]
 async fn too_many_requests_are_told_so() {
     let s = Stack::start(Script { endless: true, ..Script::saying(&["a"]) }, |settings| {
-        settings.max_in_flight = 1
+        settings.limits.max_in_flight = 1;
+        settings.limits.max_queue = 0;
     })
     .await;
     let mut open =
@@ -258,7 +260,7 @@ async fn too_many_requests_are_told_so() {
 
 #[tokio::test]
 async fn keys_are_asked_for_when_there_are_any() {
-    let key = ApiKey { name: "me".into(), digest: *blake3::hash(b"sk-0123456789abcdef").as_bytes() };
+    let key = ApiKey::of("me", "sk-0123456789abcdef");
     let s = Stack::start(Script::saying(&["a"]), |settings| settings.api_keys = vec![key]).await;
     let body = completion(&json!({}));
     let r = post(s.addr, "/v1/completions", &[], &body).await;
@@ -266,4 +268,5 @@ async fn keys_are_asked_for_when_there_are_any() {
     let r = post(s.addr, "/v1/completions", &[("authorization", "Bearer sk-0123456789abcdef")], &body).await;
     assert_eq!(r.status, 200);
     assert_eq!((get(s.addr, "/v1/models").await.status, get(s.addr, "/healthz").await.status), (401, 200));
+    assert_eq!(get(s.addr, "/metrics").await.status, 401);
 }

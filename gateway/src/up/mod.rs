@@ -68,7 +68,7 @@ pub(crate) async fn run(args: UpArgs) -> Result<(), ServeError> {
 }
 
 async fn supervise(settings: Settings, decode: ChildSpec, prefill: ChildSpec) -> Result<(), ServeError> {
-    let listener = bind(settings.listen).await?;
+    let listener = bind(settings.listen)?;
     let addr = listener.local_addr().map_err(|source| ServeError::Bind { addr: settings.listen, source })?;
     let stop_children = CancellationToken::new();
     // A worker that the settings name runs elsewhere; the other kind is started here.
