@@ -18,6 +18,7 @@ pub mod nats;
 pub mod paths;
 pub mod process;
 pub mod prometheus;
+pub mod raw;
 pub mod scene;
 pub mod stack;
 pub mod tiny;

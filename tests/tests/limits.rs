@@ -222,7 +222,7 @@ async fn idle_connections_give_way_and_busy_ones_do_not() {
         (reply.status == 200).then_some(())
     })
     .await;
-    assert_eq!(value(&gateway, "pd_bridge_connections_refused_total").await, 1.0);
+    assert!(value(&gateway, "pd_bridge_connections_refused_total").await >= 1.0);
 }
 
 #[tokio::test]
