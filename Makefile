@@ -4,7 +4,7 @@ MODEL ?= .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PORT  ?= 8000
 PROMPT ?= shared/docs/ARCHITECTURE.md
 
-.PHONY: help setup build run test bench-ttft bench-gateway bench-soak verify clean
+.PHONY: help setup build run test bench-ttft bench-batch bench-gateway bench-soak verify clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,9 @@ bench-gateway: build ## this gateway beside its peers, same source, client and c
 
 bench-soak: build ## ten minutes of clients that leave at random; memory must come back
 	PD_TEST_SOAK_S=$(or $(SOAK_S),600) cargo test --release -p pd-tests --test load soak -- --nocapture
+
+bench-batch: build ## tokens per second at 1 to 16 requests at once: make bench-batch BENCH_ARGS=ROUNDS
+	cargo run --quiet --release -p decode-worker --example batch -- target/release/pd-decode "$(MODEL)" $(BENCH_ARGS)
 
 verify: build ## is the bridged cache the decoder's own? make verify PROMPT=FILE
 	target/release/pd-bridge verify --model "$(MODEL)" --prompt-file "$(PROMPT)" --cache-dtype f16

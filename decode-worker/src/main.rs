@@ -1,6 +1,7 @@
 //! `pd-decode`: reads its settings, loads the model, serves.
 
 use clap::Parser as _;
+use decode_worker::constraint::Compiler;
 use decode_worker::engine::{EngineError, EngineHandle};
 use decode_worker::identity::{fingerprint, projection_digests};
 use decode_worker::ingest::{Expected, Transfers, serve_bulk};
@@ -88,6 +89,7 @@ struct Loaded {
     digests: ModelDigests,
     source: Arc<dyn TensorSource>,
     projections: Vec<Hex<32>>,
+    constraints: Option<Compiler>,
     engine: EngineHandle,
     about: About,
 }
@@ -106,14 +108,17 @@ async fn load(settings: &Settings) -> Result<Loaded, Failure> {
     let opened = tokio::task::spawn_blocking(move || -> Result<_, Failure> {
         let model = Model::open(&path).map_err(|e| SettingsError::value("decode.model", e))?;
         let projections = projection_digests(&model)?;
-        Ok((model.digests(), model, projections))
+        let constraints = Compiler::new(&model.tokenizer, model.spec.vocab_size, &model.spec.eos_token_ids)
+            .inspect_err(|error| tracing::warn!(%error, "constrained output is not available"))
+            .ok();
+        Ok((model.digests(), model, projections, constraints))
     });
-    let (digests, Model { spec, source, .. }, projections) = opened.await??;
+    let (digests, Model { spec, source, .. }, projections, constraints) = opened.await??;
     let source: Arc<dyn TensorSource> = source.into();
     let options = LoadOptions { compute: None, quantized: settings.weights, cache: settings.cache_dtype };
     let block_tokens = settings.block_tokens;
     let weights = (spec.clone(), source.clone());
-    let (engine, about) = EngineHandle::start(move || {
+    let (engine, about) = EngineHandle::start(settings.sequence_bytes, move || {
         let mlx = MlxModel::load(&weights.0, &*weights.1, &options).map_err(EngineError::from)?;
         let (layout, inv_freq, device) = (mlx.layout(block_tokens), mlx.rope_inv_freq(), mlx.device());
         let summation_runs = mlx.summation_runs().map_err(EngineError::from)?;
@@ -122,11 +127,11 @@ async fn load(settings: &Settings) -> Result<Loaded, Failure> {
     })
     .await?;
     about.layout.validate().map_err(|e| SettingsError::value("decode.block_tokens", e))?;
-    Ok(Loaded { spec, digests, source, projections, engine, about })
+    Ok(Loaded { spec, digests, source, projections, constraints, engine, about })
 }
 
 fn assemble(settings: &Settings, loaded: Loaded, bulk: SocketAddr) -> (Decoder, Transfers) {
-    let Loaded { spec, digests, source, projections, engine, about } = loaded;
+    let Loaded { spec, digests, source, projections, constraints, engine, about } = loaded;
     let layout_digest = about.layout.digest();
     let recipe = KvRecipe {
         rope: RopeRecipe { inv_freq: about.inv_freq, sin_cos: about.sin_cos },
@@ -162,6 +167,7 @@ fn assemble(settings: &Settings, loaded: Loaded, bulk: SocketAddr) -> (Decoder, 
         transfers: transfers.clone(),
         max_requests: settings.max_requests,
         inspect_dir: settings.inspect_dir.clone(),
+        constraints,
         block_tokens: settings.block_tokens as usize,
         bytes_per_token,
         n_layers: spec.n_layers,

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 const LOOPBACK: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 const DEFAULT_STORE_BYTES: u64 = 4 << 30;
+const DEFAULT_SEQUENCE_BYTES: u64 = 8 << 30;
 const DEFAULT_MAX_REQUESTS: usize = 16;
 
 /// The decode worker of pd-bridge: MLX inference with a prefix cache that a prefill worker can fill.
@@ -56,6 +57,9 @@ struct Options {
     /// Tokens per block of the prefix store [default: 256]
     #[arg(long, env = "PD_BRIDGE_DECODE_BLOCK_TOKENS", value_name = "TOKENS")]
     block_tokens: Option<u32>,
+    /// Bytes that the caches of running requests may take; more requests wait [default: 8589934592]
+    #[arg(long, env = "PD_BRIDGE_DECODE_SEQUENCE_BYTES", value_name = "BYTES")]
+    sequence_bytes: Option<u64>,
     /// Longest prompt plus answer [default: the model's context length]
     #[arg(long, env = "PD_BRIDGE_DECODE_MAX_TOKENS", value_name = "TOKENS")]
     max_tokens: Option<u32>,
@@ -103,6 +107,8 @@ pub struct Settings {
     pub weights: Quantized,
     /// Budget of the prefix store.
     pub store_bytes: u64,
+    /// Budget of running requests' caches.
+    pub sequence_bytes: u64,
     /// Tokens per block.
     pub block_tokens: u32,
     /// Longest prompt plus answer, if limited.
@@ -165,6 +171,7 @@ impl CommandLine {
                 Weights::Packed => Quantized::Always,
                 Weights::Dense => Quantized::Never,
             },
+            sequence_bytes: flags.sequence_bytes.or(file.sequence_bytes).unwrap_or(DEFAULT_SEQUENCE_BYTES),
             store_bytes: flags.store_bytes.or(file.store_bytes).unwrap_or(DEFAULT_STORE_BYTES),
             cache_dtype: flags.cache_dtype.or(file.cache_dtype),
             node: flags.node.or(file.node).unwrap_or_else(|| "decode".to_owned()),

@@ -79,7 +79,7 @@ compile_mlx_c() {
   g++ -std=c++20 -O1 -fPIC -w -ffile-prefix-map="$sources"=mlx-c -include "$HERE/mlxc_shim.h" \
     -I"$sources" -I"$mlx/include" -c "$objects/mlxc.cpp" -o "$objects/mlxc.o" ||
     die "mlx-c does not compile" "a C++20 compiler is needed (g++ 11 or newer)"
-  g++ -std=c++20 -O2 -fPIC -c "$HERE/blas_forward.cpp" -o "$objects/blas_forward.o"
+  g++ -std=c++20 -O2 -ffp-contract=fast -fPIC -c "$HERE/blas_forward.cpp" -o "$objects/blas_forward.o"
   g++ -x c -O2 -fPIC -c "$HERE/mach_time.c" -o "$objects/mach_time.o"
   g++ -shared -o "$library.new" "$objects"/*.o -Wl,-soname,"$library" -Wl,-z,defs \
     -L"$mlx/lib" -lmlx -L"$blas" -lscipy_openblas -Wl,-rpath,"$mlx/lib:$blas" -Wl,--allow-shlib-undefined ||

@@ -1,66 +1,49 @@
-//! One job on the engine thread, step by step.
+//! One request on the engine thread: its prompt, then its answers.
 
+use super::choice::Choice;
+use super::exports::Exports;
 use super::job::Job;
 use super::policy::{Action, Need};
 use super::{Engine, EngineError, JobEvent};
 use crate::rates::MeasuredRates;
-use shared::control::FinishReason;
-use shared::keys::BlockKey;
-use std::sync::Arc;
+use crate::sampler::log_probabilities;
+use shared::control::TokenLogprobs;
 use std::time::{Duration, Instant};
 
-/// Free places in the event queue below which a job pauses: one step sends at most three events.
-const MIN_QUEUE_ROOM: usize = 4;
 /// Answer tokens a new cache has room for; it grows beyond.
 const ANSWER_ROOM_TOKENS: usize = 256;
 /// Prompt tokens after which unused memory is given back.
 const RELEASE_EVERY_PROMPT_TOKENS: usize = 2048;
-/// Answer tokens after which unused memory is given back.
-const RELEASE_EVERY_TOKENS: u32 = 256;
 
 pub(super) struct Active<E: Engine> {
     job: Job,
     phase: Phase,
+    /// The prompt's cache, until the answers take it over.
     sequence: Option<E::Sequence>,
-    /// What the cache holds, and what it is to hold: the prompt, then the answer.
-    tokens: Vec<u32>,
     exports: Exports,
-    completion_tokens: u32,
+    prompt_logprobs: Vec<TokenLogprobs>,
+    choices: Vec<Choice<E>>,
     prefill: Duration,
-    decode_began: Instant,
-    decode_ms: f64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
+    /// Waits for memory.
     Queued,
-    Prefill,
-    /// The last of `tokens` is not in the cache yet.
-    Decode,
-    Finish(FinishReason),
+    Prompt,
+    Answers,
     Done,
-}
-
-/// How far the job's blocks are in the store.
-struct Exports {
-    /// Keys of the blocks looked at.
-    keys: Vec<BlockKey>,
-    /// The store has no room; later blocks would be unreachable anyway.
-    ended: bool,
 }
 
 impl<E: Engine> Active<E> {
     pub(super) fn new(job: Job) -> Self {
-        let exports = Exports { keys: Vec::new(), ended: false };
         Self {
             phase: Phase::Queued,
             sequence: None,
-            tokens: job.prompt.to_vec(),
-            exports,
-            completion_tokens: 0,
+            exports: Exports::default(),
+            prompt_logprobs: Vec::new(),
+            choices: Vec::new(),
             prefill: Duration::ZERO,
-            decode_began: Instant::now(),
-            decode_ms: 0.0,
             job,
         }
     }
@@ -70,38 +53,98 @@ impl<E: Engine> Active<E> {
         self.phase == Phase::Done || self.job.cancel.is_cancelled() || self.job.events.is_closed()
     }
 
-    pub(super) fn need(&self, engine: &E) -> Need {
-        if self.job.events.capacity() < MIN_QUEUE_ROOM {
-            return Need::Blocked;
+    pub(super) fn is_queued(&self) -> bool {
+        self.phase == Phase::Queued
+    }
+
+    /// Memory was found for it.
+    pub(super) fn admit(&mut self) {
+        self.phase = Phase::Prompt;
+    }
+
+    /// What it needs next: for the prompt (no number), or for one of its answers.
+    pub(super) fn needs(&mut self, engine: &E) -> Vec<(Option<usize>, Need)> {
+        if self.phase != Phase::Queued && !self.job.has_room() {
+            return Vec::new();
         }
         match self.phase {
-            Phase::Queued | Phase::Prefill => Need::Prefill,
-            Phase::Decode => Need::Decode { export: self.has_export(engine) },
-            Phase::Finish(_) | Phase::Done => Need::Finish,
+            Phase::Queued | Phase::Done => Vec::new(),
+            Phase::Prompt => vec![(None, Need::Prefill)],
+            Phase::Answers => {
+                let job = &self.job;
+                self.choices.iter_mut().enumerate().map(|(i, c)| (Some(i), c.need(engine, job))).collect()
+            }
         }
     }
 
+    /// Bytes of its caches and of what it keeps for later.
     pub(super) fn cache_bytes(&self, engine: &E) -> u64 {
-        self.sequence.as_ref().map_or(0, |sequence| engine.sequence_bytes(sequence))
+        let prompt = self.sequence.as_ref().map_or(0, |sequence| engine.sequence_bytes(sequence));
+        let kept: usize = self.prompt_logprobs.iter().map(|p| size_of_val(p) + size_of_val(&p.top[..])).sum();
+        prompt + kept as u64 + self.choices.iter().map(|choice| choice.cache_bytes(engine)).sum::<u64>()
     }
 
-    /// Does one step; an engine failure ends the job.
-    pub(super) fn step(&mut self, engine: &E, action: Action, rates: &MeasuredRates) {
-        let done = match (action, self.phase) {
-            (Action::Prefill { max_tokens }, Phase::Queued | Phase::Prefill) => {
-                self.prefill_step(engine, max_tokens, rates)
+    /// Bytes that it was promised, or has if that is more. Nothing before it is admitted.
+    pub(super) fn claimed_bytes(&self, engine: &E) -> u64 {
+        match self.phase {
+            Phase::Queued | Phase::Done => 0,
+            Phase::Prompt => self.planned_bytes(engine),
+            Phase::Answers => {
+                let each = engine.planned_bytes(self.capacity_tokens());
+                self.choices.iter().filter(|c| !c.is_done()).map(|c| c.cache_bytes(engine).max(each)).sum()
             }
-            (Action::Decode, Phase::Decode) => self.decode_step(engine, rates),
-            (Action::Export, Phase::Decode) => self.export_block(engine),
-            (Action::Finish, Phase::Finish(reason)) => self.finish_step(engine, reason),
-            // The need changed within the round, as when an answer ended before its export.
+        }
+    }
+
+    /// Bytes that its caches will take when all its answers begin.
+    pub(super) fn planned_bytes(&self, engine: &E) -> u64 {
+        engine.planned_bytes(self.capacity_tokens()).saturating_mul(self.job.samplers.len() as u64)
+    }
+
+    /// Does one step of the prompt (no number) or of an answer; an engine failure ends the request.
+    pub(super) fn step(&mut self, engine: &E, choice: Option<usize>, action: Action, rates: &MeasuredRates) {
+        let answer = choice.and_then(|i| self.choices.get_mut(i));
+        let done = match (action, answer) {
+            (Action::Prefill { max_tokens }, None) => self.prefill_step(engine, max_tokens, rates),
+            (Action::Export, Some(answer)) => answer.export(engine, &self.job),
+            (Action::Finish, Some(answer)) => answer.finish(engine, &self.job),
             _ => Ok(()),
         };
+        self.settle(done);
+    }
+
+    /// Hands out what the next pass needs for one answer.
+    pub(super) fn take_row(&mut self, choice: usize) -> Option<(E::Sequence, u32)> {
+        if self.is_over() { None } else { self.choices.get_mut(choice)?.take_row() }
+    }
+
+    /// Takes back what was handed out, with the logits that the pass gave.
+    pub(super) fn stepped(&mut self, choice: usize, sequence: E::Sequence, logits: Vec<f32>) {
+        if let Some(answer) = self.choices.get_mut(choice) {
+            let done = answer.stepped(sequence, logits, &self.job);
+            self.settle(done);
+        }
+    }
+
+    /// Ends the request with an error.
+    pub(super) fn fail(&mut self, error: EngineError) {
+        self.settle(Err(error));
+    }
+
+    fn settle(&mut self, done: Result<(), EngineError>) {
         if let Err(error) = done {
-            tracing::error!(%error, "engine");
-            self.send(JobEvent::Failed(error));
+            if self.phase != Phase::Done {
+                tracing::error!(%error, "engine");
+                self.job.send(JobEvent::Failed(error));
+            }
+            self.phase = Phase::Done;
+        } else if self.phase == Phase::Answers && self.choices.iter().all(Choice::is_done) {
             self.phase = Phase::Done;
         }
+    }
+
+    fn capacity_tokens(&self) -> usize {
+        self.job.prompt.len() + ANSWER_ROOM_TOKENS.min(self.job.max_new_tokens as usize)
     }
 
     fn prefill_step(
@@ -114,40 +157,47 @@ impl<E: Engine> Active<E> {
             Some(sequence) => sequence,
             None => self.begin(engine)?,
         };
-        let (done, total) = (engine.len(&sequence), self.job.prompt.len());
+        let prompt = self.job.prompt.clone();
+        let (done, total) = (engine.len(&sequence), prompt.len());
         // Chunks end at multiples of their size, so that a prompt is cut alike with and without a hit. The
         // last prompt token goes alone: its logits are needed.
         let end =
             if done + 1 < total { ((done / max_tokens + 1) * max_tokens).min(total - 1) } else { total };
-        let last = end == total;
         let start = Instant::now();
-        let logits = engine.forward(&mut sequence, &self.tokens[done..end], last)?;
+        let logits = match self.job.prompt_logprobs {
+            Some(top) if end < total => {
+                let (known, mut next) = (&mut self.prompt_logprobs, done);
+                engine.forward_every(&mut sequence, &prompt[done..end], &mut |logits| {
+                    next += 1;
+                    known.push(log_probabilities(logits, prompt[next], top));
+                })?;
+                None
+            }
+            _ => engine.forward(&mut sequence, &prompt[done..end], end == total)?,
+        };
         let took = start.elapsed();
         self.prefill += took;
         rates.prefilled(end - done, took);
-        self.sequence = Some(sequence);
-        match logits {
-            Some(logits) if last => self.started(logits),
-            _ => {
-                if done / RELEASE_EVERY_PROMPT_TOKENS < end / RELEASE_EVERY_PROMPT_TOKENS {
-                    engine.release_unused_memory()?;
-                }
-                self.send(JobEvent::Progress(end as u32));
-                // Now rather than between two tokens of the answer, and not lost if the request ends early.
-                while self.has_export(engine) {
-                    self.export_block(engine)?;
-                }
-                Ok(())
-            }
+        if let Some(logits) = logits {
+            return self.begin_answers(engine, sequence, &logits);
         }
+        if done / RELEASE_EVERY_PROMPT_TOKENS < end / RELEASE_EVERY_PROMPT_TOKENS {
+            engine.release_unused_memory()?;
+        }
+        self.job.send(JobEvent::Progress(end as u32));
+        // Now rather than between two tokens of the answer, and not lost if the request ends early.
+        while self.exports.has_next(end, &self.job.library) {
+            self.exports.bring_next(engine, &sequence, &prompt, &self.job.library)?;
+        }
+        self.sequence = Some(sequence);
+        Ok(())
     }
 
     /// Turns what is there already into a cache and lets go of it.
     fn begin(&mut self, engine: &E) -> Result<E::Sequence, EngineError> {
-        self.phase = Phase::Prefill;
         self.job.receipt.queue_ms = ms(self.job.submitted.elapsed());
         let start = Instant::now();
-        let capacity = self.job.prompt.len() + ANSWER_ROOM_TOKENS.min(self.job.max_new_tokens as usize);
+        let capacity = self.capacity_tokens();
         let served = std::mem::take(&mut self.job.served);
         let sequence = if served.blocks.is_empty() {
             engine.new_sequence(capacity)
@@ -159,93 +209,33 @@ impl<E: Engine> Active<E> {
         Ok(sequence)
     }
 
-    fn started(&mut self, logits: Vec<f32>) -> Result<(), EngineError> {
+    /// The prompt is in: every answer gets a cache that begins with it, and its first token.
+    fn begin_answers(
+        &mut self,
+        engine: &E,
+        sequence: E::Sequence,
+        logits: &[f32],
+    ) -> Result<(), EngineError> {
+        self.phase = Phase::Answers;
         self.job.receipt.prefill_ms = ms(self.prefill);
-        self.send(JobEvent::Started(Box::new(self.job.receipt.clone())));
-        self.decode_began = Instant::now();
-        if self.job.max_new_tokens == 0 {
-            self.phase = Phase::Finish(FinishReason::Length);
-            return Ok(());
+        self.job.send(JobEvent::Started(Box::new(self.job.receipt.clone())));
+        if self.job.prompt_logprobs.is_some() {
+            self.job.send(JobEvent::PromptLogprobs(std::mem::take(&mut self.prompt_logprobs)));
         }
-        self.choose(logits)
-    }
-
-    fn decode_step(&mut self, engine: &E, rates: &MeasuredRates) -> Result<(), EngineError> {
-        let (Some(sequence), Some(&token)) = (&mut self.sequence, self.tokens.last()) else { return Ok(()) };
-        let start = Instant::now();
-        let logits = engine.forward(sequence, &[token], true)?.unwrap_or_default();
-        rates.decoded(start.elapsed());
-        if self.completion_tokens.is_multiple_of(RELEASE_EVERY_TOKENS) {
-            engine.release_unused_memory()?;
-        }
-        self.choose(logits)
-    }
-
-    fn choose(&mut self, mut logits: Vec<f32>) -> Result<(), EngineError> {
-        let token = self.job.sampler.sample(&mut logits, None);
-        let token = token.ok_or_else(|| EngineError("the model's logits are not numbers".to_owned()))?;
-        self.decode_ms = ms(self.decode_began.elapsed());
-        if self.job.stop_token_ids.contains(&token) {
-            self.phase = Phase::Finish(FinishReason::Stop);
-            return Ok(());
-        }
-        self.completion_tokens += 1;
-        self.send(JobEvent::Token(token));
-        if self.completion_tokens >= self.job.max_new_tokens {
-            self.phase = Phase::Finish(FinishReason::Length);
-        } else {
-            self.tokens.push(token);
-            self.phase = Phase::Decode;
-        }
-        Ok(())
-    }
-
-    /// One block per step, so that others get their turn; the end is announced when all are in the store,
-    /// because the next turn of the conversation may follow at once.
-    fn finish_step(&mut self, engine: &E, reason: FinishReason) -> Result<(), EngineError> {
-        if self.has_export(engine) {
-            return self.export_block(engine);
-        }
-        self.send(JobEvent::Finished {
-            reason,
-            completion_tokens: self.completion_tokens,
-            decode_ms: self.decode_ms,
-        });
-        self.phase = Phase::Done;
-        Ok(())
-    }
-
-    fn has_export(&self, engine: &E) -> bool {
-        let cached = self.sequence.as_ref().map_or(0, |sequence| engine.len(sequence));
-        !self.exports.ended && (self.exports.keys.len() + 1) * self.job.library.block_tokens <= cached
-    }
-
-    /// Brings the next full block into the store, skipping those that are there.
-    fn export_block(&mut self, engine: &E) -> Result<(), EngineError> {
-        let block_tokens = self.job.library.block_tokens;
-        while self.has_export(engine) {
-            let Some(sequence) = &self.sequence else { break };
-            let before = &self.exports.keys;
-            let (start, end) = (before.len() * block_tokens, (before.len() + 1) * block_tokens);
-            let last = before.last().unwrap_or(&self.job.library.root);
-            let key = last.next(&self.tokens[start..end]);
-            let store = &self.job.library.store;
-            let was_there = store.contains(&key);
-            if !was_there && !store.insert_after(before, key, Arc::new(engine.export(sequence, start, end)?))
-            {
-                self.exports.ended = true;
+        let mut samplers = std::mem::take(&mut self.job.samplers);
+        let last = samplers.pop();
+        let mut sequences: Vec<_> = samplers.iter().map(|_| engine.fork(&sequence)).collect();
+        sequences.push(sequence);
+        samplers.extend(last);
+        for ((index, sampler), sequence) in (0..).zip(samplers).zip(sequences) {
+            let exports = self.exports.clone();
+            let mut choice = Choice::new(index, sampler, sequence, exports, &self.job);
+            if self.job.max_new_tokens > 0 {
+                choice.choose(logits.to_vec(), &self.job)?;
             }
-            self.exports.keys.push(key);
-            if !was_there {
-                break;
-            }
+            self.choices.push(choice);
         }
         Ok(())
-    }
-
-    /// The queue has room for a step's events, or the reader is gone and the job ends.
-    fn send(&self, event: JobEvent) {
-        let _ = self.job.events.try_send(event);
     }
 }
 

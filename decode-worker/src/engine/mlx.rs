@@ -33,6 +33,23 @@ impl Engine for MlxModel {
         Ok(Self::forward(self, sequence, tokens, want_logits)?)
     }
 
+    fn decode_batch(&self, rows: &mut [(&mut Sequence, u32)]) -> Result<Vec<Vec<f32>>, EngineError> {
+        Ok(Self::decode_batch(self, rows)?)
+    }
+
+    fn forward_every(
+        &self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        see: &mut dyn FnMut(&[f32]),
+    ) -> Result<(), EngineError> {
+        Ok(Self::forward_every(self, sequence, tokens, see)?)
+    }
+
+    fn fork(&self, sequence: &Sequence) -> Sequence {
+        sequence.clone()
+    }
+
     fn forward_captured(
         &self,
         sequence: &mut Sequence,
@@ -51,6 +68,10 @@ impl Engine for MlxModel {
 
     fn sequence_bytes(&self, sequence: &Sequence) -> u64 {
         self.layout(1).bytes_per_token() * sequence.capacity_tokens() as u64
+    }
+
+    fn planned_bytes(&self, capacity_tokens: usize) -> u64 {
+        self.layout(1).bytes_per_token() * Sequence::round_up(capacity_tokens.max(1)) as u64
     }
 
     fn release_unused_memory(&self) -> Result<(), EngineError> {

@@ -4,20 +4,27 @@
 //! - [`Job`], [`JobEvent`]: a request as the thread sees it, and what it says about it
 //! - [`policy`]: who is served next, as a pure function
 //! - [`EngineHandle`]: the way in from other threads
+//!
+//! All answers under way, of all requests, get their next token in one pass of the model; requests join and leave
+//! between two passes. Inside: a request (`active`) has a prompt and one or more answers (`choice`), whose finished
+//! blocks go to the store (`exports`); `step` is the pass.
 
 mod active;
+mod choice;
+mod exports;
 mod inspect;
 mod job;
 mod mlx;
 pub mod policy;
 mod run;
+mod step;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 
 pub use inspect::{InspectJob, Inspection};
-pub use job::{Holds, Job, JobEvent, Library, Served};
+pub use job::{Holds, Job, JobEvent, Library, Served, Stops};
 
 use crate::block::BlockBytes;
 use crate::rates::MeasuredRates;
@@ -59,6 +66,26 @@ pub trait Engine {
         want_logits: bool,
     ) -> Result<Option<Vec<f32>>, EngineError>;
 
+    /// Appends one token to each of several sequences in one pass; the logits after each, in order.
+    ///
+    /// # Errors
+    /// When the engine fails; all the sequences are then unusable.
+    fn decode_batch(&self, rows: &mut [(&mut Self::Sequence, u32)]) -> Result<Vec<Vec<f32>>, EngineError>;
+
+    /// As [`forward`](Self::forward), showing `see` the logits after each token, in order.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    fn forward_every(
+        &self,
+        sequence: &mut Self::Sequence,
+        tokens: &[u32],
+        see: &mut dyn FnMut(&[f32]),
+    ) -> Result<(), EngineError>;
+
+    /// A second cache with the same content, which goes its own way from here.
+    fn fork(&self, sequence: &Self::Sequence) -> Self::Sequence;
+
     /// As [`forward`](Self::forward) with logits, and each layer's attention input `[tokens, hidden]`.
     ///
     /// # Errors
@@ -77,6 +104,9 @@ pub trait Engine {
 
     /// Bytes that a cache takes.
     fn sequence_bytes(&self, sequence: &Self::Sequence) -> u64;
+
+    /// Bytes that a new cache with room for `capacity_tokens` takes.
+    fn planned_bytes(&self, capacity_tokens: usize) -> u64;
 
     /// Gives unused memory back to the system.
     ///
@@ -115,10 +145,12 @@ struct Gauges {
 
 impl EngineHandle {
     /// Starts the thread, loads the model on it, measures its speed, and returns what `load` says about it.
+    /// Requests begin while all caches stay within `sequence_bytes`; the others wait their turn.
     ///
     /// # Errors
     /// The error of `load`, or that of the first forward passes.
     pub async fn start<E, T>(
+        sequence_bytes: u64,
         load: impl FnOnce() -> Result<(E, T), EngineError> + Send + 'static,
     ) -> Result<(Self, T), EngineError>
     where
@@ -140,7 +172,7 @@ impl EngineHandle {
             match started {
                 Ok((engine, about)) => {
                     let _ = loaded.send(Ok(about));
-                    run::run(&engine, &queue, &gauges, &rates);
+                    run::run(&engine, &queue, &gauges, &rates, sequence_bytes);
                 }
                 Err(error) => {
                     let _ = loaded.send(Err(error));
@@ -206,7 +238,7 @@ fn warm_up<E: Engine>(engine: &E, rates: &MeasuredRates) -> Result<(), EngineErr
         }
         for _ in 0..3 {
             let start = Instant::now();
-            engine.forward(&mut sequence, &[1], true)?;
+            engine.decode_batch(&mut [(&mut sequence, 1)])?;
             if counts {
                 rates.decoded(start.elapsed());
             }

@@ -1,8 +1,8 @@
 //! Who is served next: a pure function of what everybody needs.
 //!
-//! In each round every answer under way gets one token, then one prompt gets one chunk. A prompt that runs
-//! alone always gets the engine's own chunk size, so that equal prompts are computed in equal pieces; while
-//! answers wait for their next token, chunks are cut by time, from the measured speed.
+//! In each round all answers under way get one token, together in one pass, then one prompt gets one chunk. A prompt
+//! that runs alone always gets the engine's own chunk size; while answers wait for their next token, chunks are cut
+//! by time, from the measured speed. A request whose reader does not keep up needs nothing, so nobody waits for it.
 
 use shared::control::Rates;
 
@@ -11,7 +11,10 @@ pub const MIN_CHUNK_TOKENS: usize = 16;
 /// How long a chunk may keep answers waiting, in seconds.
 const SHARED_CHUNK_S: f64 = 0.15;
 
-/// What a job needs next.
+/// Most answers that get a token in one pass; of more, all get their turn.
+pub const MAX_ROWS: usize = 64;
+
+/// What a prompt or an answer needs next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Need {
     /// Part of the prompt.
@@ -23,8 +26,8 @@ pub enum Need {
     },
     /// The answer is complete; its last blocks go to the store.
     Finish,
-    /// Nothing until its reader catches up.
-    Blocked,
+    /// Nothing.
+    Nothing,
 }
 
 /// One thing for the engine to do.
@@ -35,43 +38,46 @@ pub enum Action {
         /// Most tokens to compute.
         max_tokens: usize,
     },
-    /// Compute one token.
-    Decode,
     /// Copy one finished block to the store.
     Export,
     /// Copy what is left and say that the answer is complete.
     Finish,
 }
 
-/// The steps of one round, as (index of the job, action). `turn` counts rounds, so that over several of them
-/// everybody is first once.
+/// What is done before everybody is asked again; all by index of the need.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Round {
+    /// Get a token, in one pass.
+    pub decode: Vec<usize>,
+    /// Then these, in order.
+    pub steps: Vec<(usize, Action)>,
+}
+
+/// The next round. `turn` counts rounds, so that over several of them everybody is first once.
 #[must_use]
-pub fn round(needs: &[Need], rates: Rates, lone_chunk_tokens: usize, turn: usize) -> Vec<(usize, Action)> {
+pub fn round(needs: &[Need], rates: Rates, lone_chunk_tokens: usize, turn: usize) -> Round {
     let n = needs.len();
     let rotated = (0..n).map(|i| (i + turn) % n).map(|i| (i, needs[i]));
-    let mut steps = Vec::with_capacity(n + 1);
-    let mut export = None;
-    for (i, need) in rotated {
-        match need {
-            Need::Decode { export: wanted } => {
-                steps.push((i, Action::Decode));
-                if wanted && export.is_none() {
-                    export = Some((i, Action::Export));
-                }
-            }
-            Need::Finish => steps.push((i, Action::Finish)),
-            Need::Prefill | Need::Blocked => {}
-        }
+    let mut answers: Vec<usize> = (0..n).filter(|&i| matches!(needs[i], Need::Decode { .. })).collect();
+    if answers.len() > MAX_ROWS {
+        let first = turn.wrapping_mul(MAX_ROWS) % answers.len();
+        answers.rotate_left(first);
+        answers.truncate(MAX_ROWS);
     }
-    steps.extend(export);
+    let mut steps: Vec<_> =
+        rotated.clone().filter(|(_, need)| *need == Need::Finish).map(|(i, _)| (i, Action::Finish)).collect();
+    let export = rotated.clone().find(|(_, need)| *need == Need::Decode { export: true });
+    steps.extend(export.map(|(i, _)| (i, Action::Export)));
     let prompts: Vec<usize> = (0..n).filter(|&i| needs[i] == Need::Prefill).collect();
     if !prompts.is_empty() {
-        let answers_wait = needs.iter().any(|need| matches!(need, Need::Decode { .. }));
-        let max_tokens =
-            if answers_wait { shared_chunk_tokens(rates, lone_chunk_tokens) } else { lone_chunk_tokens };
+        let max_tokens = if answers.is_empty() {
+            lone_chunk_tokens
+        } else {
+            shared_chunk_tokens(rates, lone_chunk_tokens)
+        };
         steps.push((prompts[turn % prompts.len()], Action::Prefill { max_tokens }));
     }
-    steps
+    Round { decode: answers, steps }
 }
 
 /// Tokens of a chunk while answers wait.
@@ -91,23 +97,38 @@ mod tests {
 
     #[test]
     fn answers_come_before_prompts_and_make_their_chunks_short() {
-        let steps = round(&[Need::Prefill, DECODE, Need::Blocked, DECODE], RATES, 512, 0);
+        let plan = round(&[Need::Prefill, DECODE, Need::Nothing, DECODE], RATES, 512, 0);
         let chunk = Action::Prefill { max_tokens: 144 };
-        assert_eq!(steps, [(1, Action::Decode), (3, Action::Decode), (0, chunk)]);
-        assert_eq!(round(&[Need::Prefill], RATES, 512, 5), [(0, Action::Prefill { max_tokens: 512 })]);
+        assert_eq!(plan, Round { decode: vec![1, 3], steps: vec![(0, chunk)] });
+        let alone = (0, Action::Prefill { max_tokens: 512 });
+        assert_eq!(round(&[Need::Prefill], RATES, 512, 5).steps, [alone]);
     }
 
     #[test]
     fn prompts_take_turns() {
-        let first = |turn| round(&[Need::Prefill, Need::Prefill, Need::Prefill], RATES, 512, turn)[0].0;
+        let first = |turn| round(&[Need::Prefill, Need::Prefill, Need::Prefill], RATES, 512, turn).steps[0].0;
         assert_eq!([first(0), first(1), first(2), first(3)], [0, 1, 2, 0]);
     }
 
     #[test]
     fn one_block_is_exported_per_round() {
         let wants = Need::Decode { export: true };
-        let steps = round(&[wants, wants], RATES, 512, 1);
-        assert_eq!(steps, [(1, Action::Decode), (0, Action::Decode), (1, Action::Export)]);
+        for turn in 0..4 {
+            let plan = round(&[wants, wants], RATES, 512, turn);
+            assert_eq!(plan, Round { decode: vec![0, 1], steps: vec![(turn % 2, Action::Export)] });
+        }
+    }
+
+    #[test]
+    fn of_many_answers_all_get_their_turn() {
+        let needs = vec![DECODE; 3 * MAX_ROWS + 7];
+        let mut tokens = vec![0; needs.len()];
+        for turn in 0..needs.len() {
+            let plan = round(&needs, RATES, 512, turn);
+            assert_eq!(plan.decode.len(), MAX_ROWS);
+            plan.decode.into_iter().for_each(|i| tokens[i] += 1);
+        }
+        assert!(tokens.iter().all(|&n| n == MAX_ROWS), "{tokens:?}");
     }
 
     #[test]
@@ -124,7 +145,7 @@ mod tests {
             Just(Need::Prefill),
             any::<bool>().prop_map(|export| Need::Decode { export }),
             Just(Need::Finish),
-            Just(Need::Blocked),
+            Just(Need::Nothing),
         ];
         prop::collection::vec(need, 0..12)
     }
@@ -132,18 +153,22 @@ mod tests {
     proptest! {
         #[test]
         fn every_round_is_fair(needs in needs(), turn in 0usize..1000) {
-            let steps = round(&needs, RATES, 512, turn);
+            let Round { decode, steps } = round(&needs, RATES, 512, turn);
             for (i, need) in needs.iter().enumerate() {
                 let mine: Vec<Action> = steps.iter().filter(|(j, _)| *j == i).map(|(_, a)| *a).collect();
+                prop_assert_eq!(decode.contains(&i), matches!(need, Need::Decode { .. }));
                 match need {
-                    Need::Decode { .. } => prop_assert_eq!(mine[0], Action::Decode),
+                    Need::Decode { export } => prop_assert!(mine.is_empty() || *export && mine == [Action::Export]),
                     Need::Finish => prop_assert_eq!(&mine[..], &[Action::Finish]),
-                    Need::Blocked => prop_assert!(mine.is_empty()),
+                    Need::Nothing => prop_assert!(mine.is_empty()),
                     Need::Prefill => prop_assert!(mine.len() <= 1),
                 }
             }
-            let chunks = steps.iter().filter(|(_, a)| matches!(a, Action::Prefill { .. })).count();
+            let count = |wanted: fn(&Action) -> bool| steps.iter().filter(|(_, a)| wanted(a)).count();
+            let chunks = count(|a| matches!(a, Action::Prefill { .. }));
             prop_assert_eq!(chunks, usize::from(needs.contains(&Need::Prefill)));
+            let exports = count(|a| *a == Action::Export);
+            prop_assert_eq!(exports, usize::from(needs.contains(&Need::Decode { export: true })));
         }
     }
 }

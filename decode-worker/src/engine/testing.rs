@@ -24,6 +24,8 @@ pub(crate) struct TestEngine {
     pub(crate) computed: Arc<AtomicUsize>,
     /// Position and length of every pass.
     pub(crate) passes: Arc<Mutex<Vec<(usize, usize)>>>,
+    /// Rows of every decode pass.
+    pub(crate) batches: Arc<Mutex<Vec<usize>>>,
     /// Fails when this token is computed.
     pub(crate) poison: Option<u32>,
 }
@@ -95,6 +97,29 @@ impl Engine for TestEngine {
         Ok(want_logits.then(|| (0..VOCAB).map(|t| if t == best { 1.0 } else { 0.0 }).collect()))
     }
 
+    fn decode_batch(&self, rows: &mut [(&mut Vec<u32>, u32)]) -> Result<Vec<Vec<f32>>, EngineError> {
+        self.batches.lock().push(rows.len());
+        std::thread::sleep(self.pass);
+        let alone = Self { pass: Duration::ZERO, ..self.clone() };
+        rows.iter_mut().map(|(sequence, t)| Ok(alone.forward(sequence, &[*t], true)?.unwrap())).collect()
+    }
+
+    fn forward_every(
+        &self,
+        sequence: &mut Vec<u32>,
+        tokens: &[u32],
+        see: &mut dyn FnMut(&[f32]),
+    ) -> Result<(), EngineError> {
+        tokens.iter().try_for_each(|&t| {
+            see(&self.forward(sequence, &[t], true)?.unwrap());
+            Ok(())
+        })
+    }
+
+    fn fork(&self, sequence: &Vec<u32>) -> Vec<u32> {
+        sequence.clone()
+    }
+
     fn forward_captured(
         &self,
         sequence: &mut Vec<u32>,
@@ -114,6 +139,10 @@ impl Engine for TestEngine {
 
     fn sequence_bytes(&self, sequence: &Vec<u32>) -> u64 {
         sequence.len() as u64 * layout().bytes_per_token()
+    }
+
+    fn planned_bytes(&self, capacity_tokens: usize) -> u64 {
+        capacity_tokens as u64 * layout().bytes_per_token()
     }
 
     fn release_unused_memory(&self) -> Result<(), EngineError> {

@@ -1,3 +1,6 @@
+mod batching;
+mod choices;
+
 use super::testing::{BLOCK_TOKENS, TestEngine, answer, block};
 use super::*;
 use crate::sampler::Sampler;
@@ -19,7 +22,7 @@ struct Bench {
 
 async fn bench(engine: TestEngine) -> Bench {
     let on_thread = engine.clone();
-    let (handle, ()) = EngineHandle::start(move || Ok((on_thread, ()))).await.unwrap();
+    let (handle, ()) = EngineHandle::start(u64::MAX, move || Ok((on_thread, ()))).await.unwrap();
     engine.computed.store(0, Ordering::Relaxed);
     let root = BlockKey::root(&[0; 32], &[0; 32]);
     let library = Library { store: PrefixStore::new(1 << 20), root, block_tokens: BLOCK_TOKENS };
@@ -48,8 +51,12 @@ impl Bench {
             served: Served::default(),
             receipt,
             max_new_tokens,
-            sampler: Sampler::new(greedy(), &[]).unwrap(),
+            samplers: vec![Sampler::new(greedy(), &[]).unwrap()],
+            constraint: None,
+            logprobs: None,
+            prompt_logprobs: None,
             stop_token_ids: vec![],
+            stops: Stops::new(1),
             library: self.library.clone(),
             events,
             cancel: CancellationToken::new(),
@@ -70,7 +77,7 @@ async fn tokens(mut events: queue::Receiver<JobEvent>) -> (Vec<u32>, Option<Fini
     let mut ids = Vec::new();
     while let Some(event) = events.recv().await {
         match event {
-            JobEvent::Token(id) => ids.push(id),
+            JobEvent::Token { id, .. } => ids.push(id),
             JobEvent::Finished { reason, completion_tokens, .. } => {
                 assert_eq!(completion_tokens as usize, ids.len());
                 return (ids, Some(reason));
@@ -156,7 +163,7 @@ async fn a_reader_that_stops_reading_blocks_nobody_else() {
     // It goes on where it stopped once somebody reads.
     let mut ids = Vec::new();
     while ids.len() < 100 {
-        if let JobEvent::Token(id) = unread.recv().await.unwrap() {
+        if let JobEvent::Token { id, .. } = unread.recv().await.unwrap() {
             ids.push(id);
         }
     }
@@ -172,7 +179,7 @@ async fn cancel_and_a_lost_reader_end_a_job_within_one_step() {
         let (job, mut events) = bench.job(&[1, 2], 100_000, 64);
         let cancel = job.cancel.clone();
         bench.handle.generate(job);
-        while !matches!(events.recv().await, Some(JobEvent::Token(_))) {}
+        while !matches!(events.recv().await, Some(JobEvent::Token { .. })) {}
         let before = bench.engine.computed.load(Ordering::Relaxed);
         if drop_reader {
             drop(events);
@@ -190,7 +197,7 @@ async fn long_prompts_and_answers_interleave() {
     let long: Vec<u32> = (0..20_000).map(|i| i % 50).collect();
     let (job, mut writing) = bench.job(&[1], 300, 512);
     bench.handle.generate(job);
-    while !matches!(writing.recv().await, Some(JobEvent::Token(_))) {}
+    while !matches!(writing.recv().await, Some(JobEvent::Token { .. })) {}
     let (job, mut reading) = bench.job(&long, 1, 512);
     bench.handle.generate(job);
     let mut chunks = 0;
@@ -200,7 +207,7 @@ async fn long_prompts_and_answers_interleave() {
     assert!(chunks >= 5, "{chunks} chunks");
     let mut written = 0;
     while let Ok(event) = writing.try_recv() {
-        written += usize::from(matches!(event, JobEvent::Token(_)));
+        written += usize::from(matches!(event, JobEvent::Token { .. }));
     }
     assert!(written >= chunks, "{written} tokens during {chunks} chunks");
 }
@@ -257,6 +264,7 @@ async fn inspections_capture_everything_when_nothing_is_served() {
 
 #[tokio::test]
 async fn a_failed_load_is_reported() {
-    let result = EngineHandle::start(|| Err::<(TestEngine, ()), _>(EngineError("no".to_owned()))).await;
+    let result =
+        EngineHandle::start(u64::MAX, || Err::<(TestEngine, ()), _>(EngineError("no".to_owned()))).await;
     assert_eq!(result.err(), Some(EngineError("no".to_owned())));
 }

@@ -7,6 +7,7 @@ use mlx_rs::{Array, ops};
 use shared::spec::ModelSpec;
 
 use super::MlxError;
+use super::batch::Rows;
 use super::host::dim;
 use super::rope::Rope;
 use super::sequence::{LayerKv, Sequence, Write};
@@ -24,26 +25,26 @@ pub(super) struct Llama {
 }
 
 #[derive(Debug)]
-struct Layer {
+pub(super) struct Layer {
     input_norm: Array,
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    o: Linear,
+    pub(super) q: Linear,
+    pub(super) k: Linear,
+    pub(super) v: Linear,
+    pub(super) o: Linear,
     post_norm: Array,
     gate: Linear,
     up: Linear,
     down: Linear,
-    shape: AttentionShape,
+    pub(super) shape: AttentionShape,
     eps: f32,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct AttentionShape {
-    n_heads: i32,
-    n_kv_heads: i32,
-    head_dim: i32,
-    scale: f32,
+pub(super) struct AttentionShape {
+    pub(super) n_heads: i32,
+    pub(super) n_kv_heads: i32,
+    pub(super) head_dim: i32,
+    pub(super) scale: f32,
 }
 
 impl Llama {
@@ -87,10 +88,30 @@ impl Llama {
         Ok(h)
     }
 
+    /// As [`hidden`](Self::hidden), of rows that belong to different sequences (`tokens` u32 `[1, rows]`).
+    pub(super) fn hidden_rows(
+        &self,
+        rope: &Rope,
+        tokens: &Array,
+        rows: &mut Rows<'_, '_>,
+    ) -> Result<Array, MlxError> {
+        let mut h = self.embedding.rows(tokens)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let x = fast::rms_norm(&h, Some(&layer.input_norm), layer.eps)?;
+            h = h.add(layer.attention_rows(rope, &x, index, rows)?)?;
+            h = h.add(layer.feed_forward(&h)?)?;
+        }
+        Ok(h)
+    }
+
     /// Logits `[1, 1, vocab]` of the last of `n` tokens in the residual stream `h [1, n, hidden]`.
     pub(super) fn last_logits(&self, h: &Array, n: i32) -> Result<Array, MlxError> {
-        let last = if n == 1 { h.clone() } else { h.try_index((.., n - 1..n, ..))? };
-        let x = fast::rms_norm(&last, Some(&self.norm), self.eps)?;
+        if n == 1 { self.logits(h) } else { self.logits(&h.try_index((.., n - 1..n, ..))?) }
+    }
+
+    /// Logits `[1, n, vocab]` of the residual stream `h [1, n, hidden]`.
+    pub(super) fn logits(&self, h: &Array) -> Result<Array, MlxError> {
+        let x = fast::rms_norm(h, Some(&self.norm), self.eps)?;
         match &self.head {
             Some(head) => head.forward(&x),
             None => self.embedding.project(&x),
@@ -130,16 +151,28 @@ impl Layer {
         cache: &mut LayerKv,
         write: Write,
     ) -> Result<Array, MlxError> {
-        let AttentionShape { n_heads, n_kv_heads, head_dim, scale } = self.shape;
+        let AttentionShape { n_heads, n_kv_heads, head_dim, .. } = self.shape;
         let n = write.end - write.start;
         let heads = |y: Array, count: i32| y.reshape(&[1, n, count, head_dim])?.transpose_axes(&[0, 2, 1, 3]);
         let q = rope.apply(&heads(self.q.forward(x)?, n_heads)?, write.start)?;
         let k = rope.apply(&heads(self.k.forward(x)?, n_kv_heads)?, write.start)?;
         let v = heads(self.v.forward(x)?, n_kv_heads)?;
-        let (k, v) = cache.append(&k, &v, write)?;
-        let mask = (n > 1).then_some(ScaledDotProductAttentionMask::Causal);
-        let out = fast::scaled_dot_product_attention(&q, &k, &v, scale, mask, None)?;
+        let out = self.attend(&q, &k, &v, cache, write)?;
         self.o.forward(&out.transpose_axes(&[0, 2, 1, 3])?.reshape(&[1, n, n_heads * head_dim])?)
+    }
+
+    /// Appends keys and values to one sequence's cache and attends to all of it. All of `[1, heads, n, head_dim]`.
+    pub(super) fn attend(
+        &self,
+        q: &Array,
+        k: &Array,
+        v: &Array,
+        cache: &mut LayerKv,
+        write: Write,
+    ) -> Result<Array, MlxError> {
+        let (k, v) = cache.append(k, v, write)?;
+        let mask = (write.end - write.start > 1).then_some(ScaledDotProductAttentionMask::Causal);
+        Ok(fast::scaled_dot_product_attention(q, &k, &v, self.shape.scale, mask, None)?)
     }
 
     fn feed_forward(&self, h: &Array) -> Result<Array, MlxError> {

@@ -5,6 +5,7 @@
 //!
 //! The arithmetic is mlx-lm's (same operations, same order), so greedy output equals mlx-lm's over equal weights.
 
+mod batch;
 mod blocks;
 mod error;
 mod host;
@@ -19,6 +20,7 @@ mod golden;
 #[cfg(test)]
 mod smollm2;
 
+use mlx_rs::ops::indexing::TryIndexOp as _;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Device, memory};
 use shared::angles::SinCos;
@@ -35,6 +37,9 @@ use host::{array_to_f32, dim};
 use llama::Llama;
 use rope::Rope;
 use weights::Loader;
+
+/// Tokens whose logits exist at the same time.
+const LOGIT_ROWS: usize = 16;
 
 /// How weights are held and what precision is computed in.
 #[derive(Debug, Clone, Default)]
@@ -191,6 +196,29 @@ impl MlxModel {
         Ok(None)
     }
 
+    /// As [`forward`](Self::forward), showing `see` the logits that follow each of `tokens`, in order.
+    ///
+    /// # Errors
+    /// Those of [`forward`](Self::forward).
+    pub fn forward_every(
+        &self,
+        seq: &mut Sequence,
+        tokens: &[u32],
+        see: &mut dyn FnMut(&[f32]),
+    ) -> Result<(), MlxError> {
+        let h = self.record(seq, tokens, |_| {})?;
+        eval(seq.arrays().chain([&h]))?;
+        let n = dim("tokens", tokens.len())?;
+        // Logits are wide: only some rows of them exist at a time.
+        for start in (0..n).step_by(LOGIT_ROWS) {
+            let end = n.min(start + LOGIT_ROWS as i32);
+            let logits = self.llama.logits(&h.try_index((.., start..end, ..))?)?;
+            let logits = logits.as_dtype(mlx_rs::Dtype::Float32)?.contiguous()?;
+            logits.try_as_slice::<f32>()?.chunks_exact(self.vocab_size).for_each(&mut *see);
+        }
+        Ok(())
+    }
+
     /// As [`forward`](Self::forward) with logits, and every layer's attention input (after its norm) as f32
     /// `[tokens, hidden]`: what another engine must arrive at to compute the same cache.
     ///
@@ -218,17 +246,22 @@ impl MlxModel {
     }
 
     fn record(&self, seq: &mut Sequence, tokens: &[u32], see: impl FnMut(&Array)) -> Result<Array, MlxError> {
-        if tokens.is_empty() {
-            return Err(MlxError::Empty("the list of tokens"));
-        }
-        if let Some(&token) = tokens.iter().find(|&&token| token as usize >= self.vocab_size) {
-            return Err(MlxError::Token { token, vocab_size: self.vocab_size });
-        }
+        self.check(tokens)?;
         let write = seq.reserve(tokens.len(), self.shape.dtype)?;
         let ids = Array::from_slice(tokens, &[1, dim("tokens", tokens.len())?]);
         let h = self.llama.hidden(&self.rope, &ids, seq, write, see)?;
         seq.len += tokens.len();
         Ok(h)
+    }
+
+    fn check(&self, tokens: &[u32]) -> Result<(), MlxError> {
+        if tokens.is_empty() {
+            return Err(MlxError::Empty("the list of tokens"));
+        }
+        match tokens.iter().find(|&&token| token as usize >= self.vocab_size) {
+            Some(&token) => Err(MlxError::Token { token, vocab_size: self.vocab_size }),
+            None => Ok(()),
+        }
     }
 }
 

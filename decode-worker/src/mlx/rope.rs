@@ -65,6 +65,16 @@ impl Rope {
         })
     }
 
+    /// Rotates `x [rows, heads, 1, head_dim]`, each row by its own position of `offsets` (i32 `[rows]`).
+    pub(super) fn apply_rows(&self, x: &Array, offsets: &Array) -> Result<Array, MlxError> {
+        Ok(match &self.frequencies {
+            Frequencies::Base { theta, scale } => {
+                fast::rope_dynamic(x, self.dims, false, *theta, *scale, offsets, None)?
+            }
+            Frequencies::Table(table) => fast::rope_dynamic(x, self.dims, false, None, 1.0, offsets, table)?,
+        })
+    }
+
     /// Which way of computing cosines and sines reproduces this device's rotation bit for bit, or the exact one if
     /// none does. `inv_freq` is [`Rope::inv_freq`].
     pub(super) fn sin_cos(&self, inv_freq: &[f32]) -> Result<SinCos, MlxError> {
@@ -167,6 +177,23 @@ mod tests {
                         "sin, {scaling:?} {position} {i}"
                     );
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_rotated_as_if_each_were_alone() {
+        for scaling in [RopeScaling::None, LLAMA3] {
+            let rope = Rope::new(&RopeSpec { theta: 10_000.0, scaling }, 64, false).unwrap();
+            let positions = [0, 8_191, 3, 77, 1_000];
+            let numbers: Vec<f32> = (0..5 * 3 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+            let x = Array::from_slice(&numbers, &[5, 3, 1, 64]);
+            let together = rope.apply_rows(&x, &Array::from_slice(&positions, &[5])).unwrap();
+            let together = array_to_f32(&together).unwrap();
+            for (i, &position) in positions.iter().enumerate() {
+                let own = i * 3 * 64..(i + 1) * 3 * 64;
+                let x = Array::from_slice(&numbers[own.clone()], &[1, 3, 1, 64]);
+                assert_eq!(array_to_f32(&rope.apply(&x, position).unwrap()).unwrap(), together[own]);
             }
         }
     }

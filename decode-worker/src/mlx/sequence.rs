@@ -14,8 +14,8 @@ use shared::layout::Dtype;
 /// Capacity is a multiple of this.
 const STEP_TOKENS: usize = 256;
 
-/// A running request's cache.
-#[derive(Debug)]
+/// A running request's cache. A clone shares its arrays until one of both is written to.
+#[derive(Debug, Clone)]
 pub struct Sequence {
     pub(super) layers: Vec<LayerKv>,
     pub(super) len: usize,
@@ -23,7 +23,7 @@ pub struct Sequence {
 }
 
 /// Keys and values of one layer; empty until the first write.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub(super) struct LayerKv {
     pub(super) k: Option<Array>,
     pub(super) v: Option<Array>,
@@ -45,7 +45,7 @@ pub(super) struct Write {
 impl Sequence {
     pub(super) fn new(n_layers: usize, capacity_tokens: usize) -> Self {
         let layers = (0..n_layers).map(|_| LayerKv::default()).collect();
-        Self { layers, len: 0, capacity: round_up(capacity_tokens.max(1)) }
+        Self { layers, len: 0, capacity: Self::round_up(capacity_tokens.max(1)) }
     }
 
     /// Tokens in the cache.
@@ -71,11 +71,17 @@ impl Sequence {
         self.len = self.len.min(tokens);
     }
 
+    /// Capacity of a cache that has room for so many tokens.
+    #[must_use]
+    pub fn round_up(tokens: usize) -> usize {
+        tokens.div_ceil(STEP_TOKENS) * STEP_TOKENS
+    }
+
     /// Makes room for `tokens` more and says where they go.
     pub(super) fn reserve(&mut self, tokens: usize, dtype: Dtype) -> Result<Write, MlxError> {
         let end = self.len + tokens;
         if end > self.capacity {
-            self.capacity = round_up(end);
+            self.capacity = Self::round_up(end);
         }
         Ok(Write {
             start: dim("sequence length", self.len)?,
@@ -122,8 +128,4 @@ fn zeros(like: &[i32], tokens: i32, dtype: Dtype) -> Result<Array, MlxError> {
         *rows = tokens;
     }
     Ok(ops::zeros_dtype(&shape, mlx_dtype(dtype))?)
-}
-
-pub(super) fn round_up(tokens: usize) -> usize {
-    tokens.div_ceil(STEP_TOKENS) * STEP_TOKENS
 }

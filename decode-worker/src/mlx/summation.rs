@@ -127,4 +127,53 @@ mod tests {
             }
         }
     }
+
+    /// What `deploy/setup/blas_forward.cpp` promises: one order of summation for every shape, so that a row does not
+    /// depend on its neighbours, nor an element on how the product is cut into pieces for threads.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn every_shape_is_summed_in_the_same_runs() {
+        let mut noise = Noise(3);
+        let mut random = |n: usize| (noise.next().abs() * n as f32) as usize % n;
+        let mut shapes: Vec<[usize; 3]> =
+            (0..40).map(|_| [1 + random(40), 1 + random(150), 1 + random(700)]).collect();
+        shapes.extend([
+            [1, 576, 576],
+            [11, 64, 576],
+            [5, 192, 576],
+            [8, 192, 576],
+            [13, 33, 2500],
+            [64, 65, 1024],
+        ]);
+        let mut noise = Noise(4);
+        for [rows, columns, inner] in shapes {
+            let numbers =
+                |n: usize, noise: &mut Noise| -> Vec<f32> { (0..n).map(|_| noise.next()).collect() };
+            let (x, w) = (numbers(rows * inner, &mut noise), numbers(columns * inner, &mut noise));
+            let runs = cut(inner, |left| left.min(1024));
+            let expected: Vec<u32> = x
+                .chunks_exact(inner)
+                .flat_map(|x| w.chunks_exact(inner).map(|w| in_runs(x, w, &runs).to_bits()))
+                .collect();
+            let left = Array::from_slice(&x, &[rows as i32, inner as i32]);
+            let weight = Array::from_slice(&w, &[columns as i32, inner as i32]);
+            let bits = |product: &Array| -> Vec<u32> {
+                array_to_f32(product).unwrap().into_iter().map(f32::to_bits).collect()
+            };
+            let by_rows = bits(&ops::matmul(&left, weight.t()).unwrap());
+            assert!(by_rows == expected, "{rows} rows, {columns} columns stored as rows, {inner} terms");
+            let turned = weight.t().contiguous().unwrap();
+            let by_columns = bits(&ops::matmul(&left, &turned).unwrap());
+            assert!(
+                by_columns == expected,
+                "{rows} rows, {columns} columns stored as columns, {inner} terms"
+            );
+            // With a bias, a scale and an old result; and the left side turned.
+            let bias = Array::from_slice(&vec![0.5_f32; columns], &[columns as i32]);
+            let biased = bits(&ops::addmm(&bias, &left, weight.t(), None, None).unwrap());
+            let alone =
+                ops::addmm(&bias, left.t().contiguous().unwrap().t(), weight.t(), None, None).unwrap();
+            assert!(biased == bits(&alone), "{rows} {columns} {inner} with a bias");
+        }
+    }
 }

@@ -1,20 +1,42 @@
-//! One answer, from the wait for its transfer to its last token.
+//! The answers to one prompt, from the wait for its transfer to their last token.
 
 use super::Core;
+use super::invalid;
 use super::requests::{Prepared, Running};
 use super::serving::{check_required, gather};
-use crate::engine::{Job, JobEvent};
+use crate::engine::{Job, JobEvent, Served};
 use crate::ingest::{Outcome, Transfer};
 use crate::sampler::Sampler;
-use shared::control::{DecodeEvent, GenerateSpec, Responder, WorkerError, WorkerErrorCode};
+use shared::control::{
+    DecodeEvent, DecodeReceipt, GenerateSpec, Responder, Sampling, WorkerError, WorkerErrorCode,
+};
 use shared::wire::{Abort, AbortCode};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
-/// Events that may wait for a slow connection before the answer pauses.
+/// Events that may wait for a slow connection before the answers pause.
 const EVENT_QUEUE: usize = 64;
+/// Most answers to one prompt.
+const MAX_CHOICES: u32 = 128;
+/// Most likeliest tokens told per position.
+const MAX_TOP_LOGPROBS: u32 = 100;
+/// Log probabilities of a prompt in one message.
+const PROMPT_LOGPROBS_PER_EVENT: usize = 128;
+
+/// What can be refused without looking at the prompt.
+pub(super) fn check(spec: &GenerateSpec) -> Result<(), WorkerError> {
+    if !(1..=MAX_CHOICES).contains(&spec.choices) {
+        return Err(invalid(format!("choices must be between 1 and {MAX_CHOICES}, not {}", spec.choices)));
+    }
+    match spec.logprobs.max(spec.prompt_logprobs) {
+        Some(top) if top > MAX_TOP_LOGPROBS => Err(invalid(format!(
+            "log probabilities of at most {MAX_TOP_LOGPROBS} tokens are told, not of {top}"
+        ))),
+        _ => Ok(()),
+    }
+}
 
 /// Runs to the end, or until the request is cancelled, and says how it went.
 pub(super) async fn run(
@@ -42,61 +64,108 @@ async fn answer(
     spec: GenerateSpec,
     responder: &Responder<DecodeEvent>,
 ) -> Result<(), WorkerError> {
-    let invalid =
-        |e: &dyn std::fmt::Display| WorkerError::new(WorkerErrorCode::InvalidRequest, e.to_string());
-    let Prepared { tokens, lease, transfer, .. } = prepared;
-    let sampler = Sampler::new(spec.sampling, &tokens).map_err(|e| invalid(&e))?;
+    let Prepared { tokens, lease, transfer, constraint, .. } = prepared;
+    let samplers = samplers(&spec.sampling, spec.choices, &tokens)?;
     let waiting = Instant::now();
     let received = wait(transfer, Duration::from_millis(spec.transfer_timeout_ms)).await;
-    let (served, mut receipt) = gather(tokens.len(), core.parts.block_tokens, lease, received);
+    let (mut served, mut receipt) = gather(tokens.len(), core.parts.block_tokens, lease, received);
     receipt.wait_ms = waiting.elapsed().as_secs_f64() * 1e3;
     check_required(spec.require, &receipt)?;
+    if spec.prompt_logprobs.is_some() {
+        // Every position's logits are wanted, so every position is computed.
+        served = Served::default();
+        computed_here(&mut receipt);
+    }
 
     let total = tokens.len() as u32;
-    let (events, mut queue) = mpsc::channel(EVENT_QUEUE);
+    let choices = samplers.len();
+    let (events, queue) = mpsc::channel(Job::queue_len(choices, EVENT_QUEUE));
     core.parts.engine.generate(Job {
         served,
         receipt,
         max_new_tokens: spec.max_new_tokens.min(core.parts.hello.max_tokens.saturating_sub(total)),
-        sampler,
+        samplers,
+        constraint,
+        logprobs: spec.logprobs,
+        prompt_logprobs: spec.prompt_logprobs,
         stop_token_ids: spec.stop_token_ids,
+        stops: running.stops.clone(),
         library: core.library(),
         events,
         cancel: running.cancel.clone(),
         submitted: Instant::now(),
         prompt: tokens,
     });
-    let mut running = Some(running);
+    relay(queue, total, choices, running, responder).await
+}
+
+/// Choice `i` draws with the seed plus `i`.
+fn samplers(sampling: &Sampling, choices: u32, prompt: &[u32]) -> Result<Vec<Sampler>, WorkerError> {
+    (0..u64::from(choices))
+        .map(|i| {
+            let own = Sampling { seed: sampling.seed.wrapping_add(i), ..sampling.clone() };
+            Sampler::new(own, prompt).map_err(|e| invalid(e.to_string()))
+        })
+        .collect()
+}
+
+/// A receipt that says that nothing was served.
+pub(super) fn computed_here(receipt: &mut DecodeReceipt) {
+    receipt.native_tokens = receipt.prompt_tokens;
+    (receipt.cached_tokens, receipt.bridged_tokens, receipt.blocks) = (0, 0, 0);
+}
+
+/// Passes the engine's events on until the last answer has ended.
+async fn relay(
+    mut queue: mpsc::Receiver<JobEvent>,
+    total_tokens: u32,
+    choices: usize,
+    running: Running,
+    responder: &Responder<DecodeEvent>,
+) -> Result<(), WorkerError> {
+    let (mut running, mut open) = (Some(running), choices);
     let mut next = queue.recv().await;
     while let Some(event) = next.take() {
-        let (event, last) = match event {
-            JobEvent::Progress(done_tokens) => {
-                (DecodeEvent::Progress { done_tokens, total_tokens: total }, false)
+        let event = match event {
+            JobEvent::Progress(done_tokens) => DecodeEvent::Progress { done_tokens, total_tokens },
+            JobEvent::Started(receipt) => DecodeEvent::Started(receipt),
+            JobEvent::PromptLogprobs(all) => {
+                for logprobs in all.chunks(PROMPT_LOGPROBS_PER_EVENT) {
+                    let event = DecodeEvent::PromptLogprobs { logprobs: logprobs.to_vec() };
+                    if !responder.send(&event).await {
+                        return Ok(());
+                    }
+                }
+                next = queue.recv().await;
+                continue;
             }
-            JobEvent::Started(receipt) => (DecodeEvent::Started(receipt), false),
-            JobEvent::Token(id) => {
-                let mut ids = vec![id];
-                // Tokens that piled up behind a slow connection go together.
+            JobEvent::Token { choice, id, logprobs } => {
+                let (mut ids, mut logprobs) = (vec![id], Vec::from_iter(logprobs));
+                // Tokens of an answer that piled up behind a slow connection go together.
                 next = loop {
                     match queue.try_recv() {
-                        Ok(JobEvent::Token(id)) => ids.push(id),
+                        Ok(JobEvent::Token { choice: same, id, logprobs: more }) if same == choice => {
+                            ids.push(id);
+                            logprobs.extend(more);
+                        }
                         other => break other.ok(),
                     }
                 };
-                (DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }, false)
+                DecodeEvent::Token { choice, ids, logprobs }
             }
-            JobEvent::Finished { reason, completion_tokens, decode_ms } => {
-                (DecodeEvent::Finished { choice: 0, reason, completion_tokens, decode_ms }, true)
+            JobEvent::Finished { choice, reason, completion_tokens, decode_ms } => {
+                open = open.saturating_sub(1);
+                DecodeEvent::Finished { choice, reason, completion_tokens, decode_ms }
             }
             JobEvent::Failed(error) => {
                 return Err(WorkerError::new(WorkerErrorCode::Engine, error.to_string()));
             }
         };
-        if last {
+        if open == 0 {
             // Its place is free before the other side knows, who may come back at once.
             drop(running.take());
         }
-        if !responder.send(&event).await || last {
+        if !responder.send(&event).await || open == 0 {
             return Ok(());
         }
         if next.is_none() {

@@ -1,7 +1,7 @@
 //! Caches in files, for `pd-bridge verify`.
 
 use super::Core;
-use super::generate::{cancelled, wait};
+use super::generate::{cancelled, computed_here, wait};
 use super::requests::{Prepared, Running};
 use super::{invalid, serving};
 use crate::engine::{InspectJob, Inspection, Served};
@@ -57,8 +57,7 @@ async fn inspect(
     if !bridged {
         // What the model computes itself is wanted, not what happens to be in the store.
         served = Served::default();
-        receipt.native_tokens = receipt.prompt_tokens;
-        (receipt.cached_tokens, receipt.blocks) = (0, 0);
+        computed_here(&mut receipt);
     }
     receipt.wait_ms = waiting.elapsed().as_secs_f64() * 1e3;
     let (reply, result) = oneshot::channel();

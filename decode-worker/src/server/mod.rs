@@ -8,13 +8,14 @@ mod serving;
 #[cfg(test)]
 mod tests;
 
+use crate::constraint::Compiler;
 use crate::engine::{EngineHandle, Library};
 use crate::ingest::{TransferPlan, Transfers};
 use crate::store::PrefixStore;
-use requests::{Prepared, Requests};
+use requests::{Prepared, RequestKey, Requests};
 use shared::control::{
-    ConnectionId, DecodeEvent, DecodeRequest, DecodeStats, Handler, Hello, Responder, WorkerError,
-    WorkerErrorCode,
+    ConnectionId, Constraint, DecodeEvent, DecodeRequest, DecodeStats, Handler, Hello, Responder,
+    WorkerError, WorkerErrorCode,
 };
 use shared::keys::{BlockKey, tokens_digest};
 use shared::tokens::TokenIds;
@@ -53,6 +54,8 @@ pub struct Parts {
     pub store: PrefixStore,
     /// Where blocks come from.
     pub transfers: Transfers,
+    /// Compiles what answers must look like; `None` where the vocabulary is not fit for it.
+    pub constraints: Option<Compiler>,
     /// The model's tensors, for projections.
     pub source: Arc<dyn TensorSource>,
     /// Number of layers.
@@ -110,7 +113,23 @@ impl Handler for Decoder {
     ) {
         let core = &self.core;
         let answer = match request {
-            DecodeRequest::Prepare { request_id, tokens, .. } => core.prepare(connection, request_id, tokens),
+            DecodeRequest::Prepare { request_id, tokens, constraint: None } => {
+                core.prepare((connection, request_id), tokens, false)
+            }
+            DecodeRequest::Prepare { request_id, tokens, constraint: Some(constraint) } => {
+                let key = (connection, request_id);
+                match core.prepare(key.clone(), tokens, true) {
+                    Ok(prepared) => {
+                        let core = core.clone();
+                        tokio::spawn(async move {
+                            let answer = core.constrain(&key, constraint).await.map(|()| prepared);
+                            responder.send(&answer.unwrap_or_else(DecodeEvent::Error)).await;
+                        });
+                        return;
+                    }
+                    Err(error) => Err(error),
+                }
+            }
             DecodeRequest::OpenTransfer { request_id, token_start, token_end, idle_timeout_ms } => {
                 let idle = Duration::from_millis(idle_timeout_ms.max(1));
                 core.open_transfer((connection, request_id), token_start, token_end, idle).await
@@ -123,8 +142,15 @@ impl Handler for Decoder {
                 core.requests.cancel(&(connection, request_id));
                 return;
             }
+            DecodeRequest::StopChoice { request_id, choice } => {
+                core.requests.stop_choice(&(connection, request_id), choice);
+                return;
+            }
             DecodeRequest::Generate(spec) => {
-                match core.requests.start(&(connection, spec.request_id.clone())) {
+                let key = (connection, spec.request_id.clone());
+                let started =
+                    generate::check(&spec).and_then(|()| core.requests.start(&key, spec.choices as usize));
+                match started {
                     Ok((prepared, running)) => {
                         tokio::spawn(generate::run(core.clone(), prepared, running, spec, responder));
                         return;
@@ -134,7 +160,7 @@ impl Handler for Decoder {
             }
             DecodeRequest::Inspect { request_id, file } => {
                 let started = inspect::target(core.parts.inspect_dir.as_deref(), &file)
-                    .and_then(|path| Ok((path, core.requests.start(&(connection, request_id))?)));
+                    .and_then(|path| Ok((path, core.requests.start(&(connection, request_id), 0)?)));
                 match started {
                     Ok((path, (prepared, running))) => {
                         tokio::spawn(inspect::run(core.clone(), prepared, running, path, responder));
@@ -164,9 +190,9 @@ impl Handler for Decoder {
 impl Core {
     fn prepare(
         &self,
-        connection: ConnectionId,
-        request_id: String,
+        key: RequestKey,
         tokens: TokenIds,
+        compiling: bool,
     ) -> Result<DecodeEvent, WorkerError> {
         let parts = &self.parts;
         check_prompt(&tokens, parts.hello.vocab_size, parts.hello.max_tokens)?;
@@ -175,10 +201,26 @@ impl Core {
         let usable = (tokens.len() - 1) / parts.block_tokens;
         let lease = parts.store.lease_prefix(&keys[..usable], LEASE_LIFETIME);
         let resident_tokens = narrow(lease.n_blocks() * parts.block_tokens);
-        let prepared = Prepared { tokens, keys, lease, transfer: None };
-        self.requests.insert((connection, request_id), prepared, Instant::now() + PREPARED_LIFETIME)?;
+        let prepared = Prepared { tokens, keys, lease, transfer: None, constraint: None };
+        self.requests.insert(key, prepared, Instant::now() + PREPARED_LIFETIME, compiling)?;
         let engine = &parts.engine;
         Ok(DecodeEvent::Prepared { resident_tokens, queue: engine.n_jobs(), rates: engine.rates().current() })
+    }
+
+    /// Compiles a request's constraint, away from the threads that serve; a bad one ends the request.
+    async fn constrain(&self, key: &RequestKey, constraint: Constraint) -> Result<(), WorkerError> {
+        let compiled = match self.parts.constraints.clone() {
+            None => Err(invalid("this worker does not know constraints")),
+            Some(compiler) => tokio::task::spawn_blocking(move || compiler.compile(&constraint))
+                .await
+                .map_err(|panic| WorkerError::new(WorkerErrorCode::Engine, panic.to_string()))
+                .and_then(|compiled| compiled.map_err(|e| invalid(e.to_string()))),
+        };
+        let done = compiled.and_then(|matcher| self.requests.constrain(key, matcher));
+        if done.is_err() {
+            self.requests.cancel(key);
+        }
+        done
     }
 
     async fn open_transfer(

@@ -1,6 +1,8 @@
 //! The requests of all connections, from `prepare` to their end.
 
 use super::invalid;
+use crate::constraint::Matcher;
+use crate::engine::Stops;
 use crate::ingest::{Transfer, TransferControl};
 use crate::store::Lease;
 use parking_lot::Mutex;
@@ -36,6 +38,10 @@ struct Entry {
     transfer: Option<TransferControl>,
     /// Until it starts.
     prepared: Option<(Prepared, Instant)>,
+    /// Its constraint is being compiled; it cannot start before that is done.
+    compiling: bool,
+    /// Once it has started.
+    stops: Option<Stops>,
 }
 
 /// A request that was announced.
@@ -48,6 +54,8 @@ pub(crate) struct Prepared {
     pub(crate) lease: Lease,
     /// The transfer, if one was opened.
     pub(crate) transfer: Option<Transfer>,
+    /// What the answer must look like.
+    pub(crate) constraint: Option<Matcher>,
 }
 
 /// A started request's place in the table, given up on drop.
@@ -57,6 +65,8 @@ pub(crate) struct Running {
     number: u64,
     /// Cancelled when nobody wants the request any more.
     pub(crate) cancel: CancellationToken,
+    /// Ends single answers.
+    pub(crate) stops: Stops,
 }
 
 impl Requests {
@@ -64,12 +74,13 @@ impl Requests {
         Self { table: Arc::default(), limit }
     }
 
-    /// Adds a request that must start before `expires_at`.
+    /// Adds a request that must start before `expires_at`; with `compiling`, not before its constraint is set.
     pub(crate) fn insert(
         &self,
         key: RequestKey,
         prepared: Prepared,
         expires_at: Instant,
+        compiling: bool,
     ) -> Result<(), WorkerError> {
         let mut table = self.table.lock();
         if table.entries.len() >= self.limit {
@@ -86,9 +97,28 @@ impl Requests {
                     cancel: CancellationToken::new(),
                     transfer: None,
                     prepared: Some((prepared, expires_at)),
+                    compiling,
+                    stops: None,
                 });
                 Ok(())
             }
+        }
+    }
+
+    /// Sets the constraint that was compiled for a request.
+    pub(crate) fn constrain(&self, key: &RequestKey, constraint: Matcher) -> Result<(), WorkerError> {
+        let mut table = self.table.lock();
+        let entry = table.entries.get_mut(key).filter(|entry| entry.compiling).ok_or_else(unknown)?;
+        let (prepared, _) = entry.prepared.as_mut().ok_or_else(unknown)?;
+        prepared.constraint = Some(constraint);
+        entry.compiling = false;
+        Ok(())
+    }
+
+    /// Ends one answer of a running request.
+    pub(crate) fn stop_choice(&self, key: &RequestKey, choice: u32) {
+        if let Some(stops) = self.table.lock().entries.get(key).and_then(|entry| entry.stops.as_ref()) {
+            stops.stop(choice);
         }
     }
 
@@ -124,17 +154,23 @@ impl Requests {
         Ok(())
     }
 
-    /// Starts a request: what was prepared, and its place in the table.
-    pub(crate) fn start(&self, key: &RequestKey) -> Result<(Prepared, Running), WorkerError> {
+    /// Starts a request of so many answers: what was prepared, and its place in the table.
+    pub(crate) fn start(&self, key: &RequestKey, choices: usize) -> Result<(Prepared, Running), WorkerError> {
         let mut table = self.table.lock();
         let entry = table.entries.get_mut(key).ok_or_else(unknown)?;
+        if entry.compiling {
+            return Err(invalid("this request is still being prepared"));
+        }
         let (prepared, _) =
             entry.prepared.take().ok_or_else(|| invalid("this request has started already"))?;
+        let stops = Stops::new(choices);
+        entry.stops = Some(stops.clone());
         let running = Running {
             table: self.table.clone(),
             key: key.clone(),
             number: entry.number,
             cancel: entry.cancel.clone(),
+            stops,
         };
         drop(table);
         // From here on the request's own end gives the resident blocks back, however long its transfer takes.
@@ -218,17 +254,23 @@ mod tests {
         assert!(store.insert_after(&[], block_key, Arc::new(BlockBytes { tokens: 1, layers })));
         let prepare = |name: &str| {
             let lease = store.lease_prefix(&[block_key], Duration::from_secs(1));
-            let prepared =
-                Prepared { tokens: vec![7; 2].into(), keys: vec![block_key], lease, transfer: None };
+            let prepared = Prepared {
+                tokens: vec![7; 2].into(),
+                keys: vec![block_key],
+                lease,
+                transfer: None,
+                constraint: None,
+            };
             let key = (ConnectionId(1), name.to_owned());
-            requests.insert(key.clone(), prepared, Instant::now() + Duration::from_secs(60)).unwrap();
+            let expires_at = Instant::now() + Duration::from_secs(60);
+            requests.insert(key.clone(), prepared, expires_at, false).unwrap();
             key
         };
         let (started, waiting) = (prepare("started"), prepare("waiting"));
-        let (prepared, _running) = requests.start(&started).unwrap();
+        let (prepared, _running) = requests.start(&started, 1).unwrap();
         assert_eq!(store.expire(Instant::now() + Duration::from_secs(2)), 1);
         assert_eq!(prepared.lease.blocks().unwrap().len(), 1);
-        let (late, _running) = requests.start(&waiting).unwrap();
+        let (late, _running) = requests.start(&waiting, 1).unwrap();
         assert!(late.lease.blocks().is_none());
         drop((prepared, late));
         assert_eq!(store.stats().references, 0);

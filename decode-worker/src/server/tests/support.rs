@@ -47,7 +47,7 @@ pub(super) struct Bench {
 
 pub(super) async fn bench(pass: Duration) -> Bench {
     let engine = TestEngine { pass, ..TestEngine::default() };
-    let (handle, ()) = EngineHandle::start(move || Ok((engine, ()))).await.unwrap();
+    let (handle, ()) = EngineHandle::start(u64::MAX, move || Ok((engine, ()))).await.unwrap();
     let control = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (addr, bulk) = (control.local_addr().unwrap().to_string(), listener.local_addr().unwrap());
@@ -83,6 +83,7 @@ pub(super) async fn bench(pass: Duration) -> Bench {
         engine: handle,
         store: PrefixStore::new(100 * 16),
         transfers: transfers.clone(),
+        constraints: None,
         source: Arc::new(OneMatrix),
         max_requests: 5,
         inspect_dir: Some(dir.path().to_owned()),
