@@ -1,7 +1,7 @@
 //! Puts the gateway together and runs it.
 
 use crate::access_log::AccessLog;
-use crate::fleet::{Address, Fleet, fixed_address};
+use crate::fleet::{self, Discovery, Fleet};
 use crate::http::{self, Admission, App};
 use crate::keys::{KeyRing, keep_current};
 use crate::metrics::Metrics;
@@ -83,8 +83,7 @@ impl Gateway {
     pub(crate) async fn start(
         settings: Settings,
         listener: TcpListener,
-        decode: Vec<Address>,
-        prefill: Vec<Address>,
+        discovery: Discovery,
     ) -> Result<Self, ServeError> {
         let (path, name) = (settings.model.clone(), settings.model_name.clone());
         let opened = tokio::task::spawn_blocking(move || TextModel::open(&path, name)).await;
@@ -93,7 +92,7 @@ impl Gateway {
             opened.map_err(|e| ServeError::Model { path: settings.model.clone(), source: Box::new(e) })?;
         let fleet_shutdown = CancellationToken::new();
         let digest = model.tokenizer.digest();
-        let fleet = Fleet::start(decode, prefill, &settings.cluster_key, digest, &fleet_shutdown);
+        let fleet = Fleet::start(discovery, &settings.cluster_key, digest, &fleet_shutdown);
         let metrics = Arc::new(Metrics::new()?);
         let ctx = Arc::new(Context {
             fleet,
@@ -162,10 +161,9 @@ pub(crate) async fn serve_forever(settings: Settings) -> Result<(), ServeError> 
     if settings.decode.is_empty() {
         return Err(SettingsError::value("gateway.decode", "names no decode worker").into());
     }
-    let decode = settings.decode.iter().cloned().map(fixed_address).collect();
-    let prefill = settings.prefill.iter().cloned().map(fixed_address).collect();
+    let discovery = fleet::fixed(&settings.decode, &settings.prefill);
     let listener = bind(settings.listen)?;
-    let gateway = Gateway::start(settings, listener, decode, prefill).await?;
+    let gateway = Gateway::start(settings, listener, discovery).await?;
     announce_when_ready(&gateway);
     let shutdown = gateway.shutdown_token();
     tokio::spawn(async move {

@@ -106,6 +106,7 @@ async fn load(settings: &Settings) -> Result<Parts, Failure> {
     let options = EngineOptions {
         prefix_cache_bytes: settings.prefix_cache_bytes,
         own_projections: own_projections.clone(),
+        max_decoders: settings.max_decoders,
         inv_freq: inverse_frequencies(&spec.rope, spec.head_dim),
     };
     let backend = BackendOptions {

@@ -13,6 +13,7 @@ use crate::cuda::Precision;
 const LOOPBACK: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 const DEFAULT_PREFIX_CACHE_BYTES: u64 = 2 << 30;
 const DEFAULT_MAX_QUEUE: usize = 16;
+const DEFAULT_MAX_DECODERS: usize = 8;
 
 /// What the worker serves with.
 #[derive(Debug, Args)]
@@ -55,6 +56,9 @@ struct Options {
     /// Requests that may wait behind the running one [default: 16]
     #[arg(long, env = "PD_BRIDGE_PREFILL_MAX_QUEUE", value_name = "N")]
     max_queue: Option<usize>,
+    /// Decoders (by fingerprint) kept paired at once; more push out the longest unused [default: 8]
+    #[arg(long, env = "PD_BRIDGE_PREFILL_MAX_DECODERS", value_name = "N")]
+    max_decoders: Option<usize>,
     /// File with the secret that the fleet shares; required for any address that is not loopback
     #[arg(long, env = "PD_BRIDGE_CLUSTER_KEY_FILE", value_name = "FILE")]
     cluster_key_file: Option<PathBuf>,
@@ -98,6 +102,8 @@ pub struct Settings {
     pub prefix_cache_bytes: usize,
     /// Requests that may wait.
     pub max_queue: usize,
+    /// Decoders kept paired at once.
+    pub max_decoders: usize,
     /// Proof of belonging to the fleet.
     pub cluster_key: ClusterKey,
     /// Name of this worker.
@@ -124,6 +130,10 @@ impl ServeArgs {
         if chunk_tokens == Some(0) {
             return Err(SettingsError::value("prefill.chunk_tokens", "must be above 0"));
         }
+        let max_decoders = flags.max_decoders.or(file.max_decoders).unwrap_or(DEFAULT_MAX_DECODERS);
+        if max_decoders == 0 {
+            return Err(SettingsError::value("prefill.max_decoders", "must be above 0"));
+        }
         let inspect_dir = flags.inspect_dir.or(file.inspect_dir);
         if let Some(dir) = inspect_dir.as_deref().filter(|dir| !dir.is_dir()) {
             return Err(SettingsError::value(
@@ -145,6 +155,7 @@ impl ServeArgs {
             node: flags.node.or(file.node).unwrap_or_else(|| "prefill".to_owned()),
             exit_with_stdin: self.exit_with_stdin,
             chunk_tokens,
+            max_decoders,
             inspect_dir,
             listen,
         })
@@ -188,6 +199,7 @@ mod tests {
         }
         for (args, key) in [
             (["--chunk-tokens", "0"], "prefill.chunk_tokens"),
+            (["--max-decoders", "0"], "prefill.max_decoders"),
             (["--listen", "0.0.0.0:1"], "prefill.listen"),
             (["--inspect-dir", "/nonexistent"], "prefill.inspect_dir"),
         ] {

@@ -37,6 +37,7 @@ struct Scene {
     client: Client,
     bulk: TcpListener,
     shutdown: CancellationToken,
+    pair: PairSpec,
     paired: PrefillEvent,
 }
 
@@ -101,6 +102,7 @@ async fn scene_with(worker: Golden, dtype: Dtype, max_requests: usize) -> Scene 
     let options = EngineOptions {
         prefix_cache_bytes: 64 << 20,
         own_projections: own_projections.clone(),
+        max_decoders: 2,
         inv_freq: golden.inv_freq.clone(),
     };
     let description = hello(Role::Prefill, &golden);
@@ -136,8 +138,8 @@ async fn scene_with(worker: Golden, dtype: Dtype, max_requests: usize) -> Scene 
         bulk_addr: bulk.local_addr().unwrap().to_string(),
     };
     let pair = PairSpec { cache, tokenizer_digest: Hex([3; 32]), control_addr: decoder_addr.to_string() };
-    let paired = client.call(&PrefillRequest::Pair(pair), LIMIT).await.unwrap();
-    Scene { golden, layout, client, bulk, shutdown, paired }
+    let paired = client.call(&PrefillRequest::Pair(pair.clone()), LIMIT).await.unwrap();
+    Scene { golden, layout, client, bulk, shutdown, pair, paired }
 }
 
 async fn scene(dtype: Dtype) -> Scene {
@@ -312,7 +314,7 @@ async fn another_model_of_the_same_shape_is_refused() {
     assert_eq!(error.code, WorkerErrorCode::Incompatible);
     assert!(error.message.contains("layer 2"), "{error}");
     let spec = scene.spec("a", &scene.golden.tokens, 0, 80);
-    assert_eq!(scene.prefill(spec).await.unwrap_err(), WorkerErrorCode::Incompatible);
+    assert_eq!(scene.prefill(spec).await.unwrap_err(), WorkerErrorCode::NotPaired);
 }
 
 #[tokio::test]
@@ -431,11 +433,52 @@ async fn senseless_requests_are_refused() {
     assert_eq!(refused(scene.spec("a", &[1, 64], 0, 2)).await, WorkerErrorCode::InvalidRequest);
     assert_eq!(refused(scene.spec("a", &[0; 600], 0, 600)).await, WorkerErrorCode::TooLong);
     let stranger = PrefillSpec { fingerprint: Hex([9; 32]), ..scene.spec("a", &tokens, 0, 16) };
-    assert_eq!(refused(stranger).await, WorkerErrorCode::Incompatible);
+    assert_eq!(refused(stranger).await, WorkerErrorCode::NotPaired);
     // One request is running (its receiver grants nothing), so that a second one is too many.
     let running =
         scene.client.request(&PrefillRequest::Prefill(scene.spec("a", &tokens, 0, 16))).await.unwrap();
     let _peer = Peer::accept(&scene.bulk).await;
     assert_eq!(refused(scene.spec("b", &tokens, 0, 16)).await, WorkerErrorCode::Busy);
     drop(running);
+}
+
+#[tokio::test]
+async fn one_decoder_too_many_pushes_out_the_longest_unused_that_is_idle() {
+    let scene = scene(Dtype::F32).await;
+    let pair = async |fingerprint: u8| {
+        let mut spec = scene.pair.clone();
+        spec.cache.fingerprint = Hex([fingerprint; 32]);
+        let paired = scene.client.call(&PrefillRequest::Pair(spec), LIMIT).await.unwrap();
+        assert_eq!(paired, PrefillEvent::Paired { foreign_layers: 0 });
+    };
+    let spec = |id: &str, fingerprint: u8| PrefillSpec {
+        fingerprint: Hex([fingerprint; 32]),
+        ..scene.spec(id, &scene.golden.tokens, 0, 80)
+    };
+    let serves = async |fingerprint: u8| {
+        let spec = spec(&format!("of {fingerprint}"), fingerprint);
+        tokio::join!(scene.prefill(spec), receive(&scene, 1 << 20)).0.unwrap();
+    };
+    let is_unknown = async |fingerprint: u8| {
+        assert_eq!(scene.prefill(spec("x", fingerprint)).await.unwrap_err(), WorkerErrorCode::NotPaired);
+    };
+    // Room for two: 7 is paired already, 8 is used last.
+    pair(8).await;
+    serves(7).await;
+    serves(8).await;
+    pair(9).await;
+    is_unknown(7).await;
+    serves(9).await;
+    pair(7).await;
+    serves(7).await;
+    is_unknown(8).await;
+    // 9 is the longest unused, but a request needs it (its receiver grants nothing).
+    let running = scene.client.request(&PrefillRequest::Prefill(spec("held", 9))).await.unwrap();
+    let mut peer = Peer::accept(&scene.bulk).await;
+    pair(8).await;
+    is_unknown(7).await;
+    scene.client.notify(&PrefillRequest::Cancel { request_id: "held".into() });
+    peer.receive(1).await;
+    drop(running);
+    serves(9).await;
 }

@@ -1,10 +1,13 @@
 //! One live connection to a worker.
 
+use super::load::Load;
+use super::pairs::hash;
 use super::seen::SeenBlocks;
 use parking_lot::Mutex;
 use shared::control::{
     ControlClient, DecodeEvent, DecodeRequest, Hello, PrefillEvent, PrefillRequest, Rates,
 };
+use shared::keys::BlockKey;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,9 +26,13 @@ pub(crate) struct Link<Req, Ev> {
     pub(crate) addr: String,
     /// Different for every connection of this process.
     pub(crate) serial: u64,
-    /// What this gateway has asked of it.
+    /// Hash of who it is, the same for every gateway.
+    pub(crate) identity: u64,
+    /// Decoders: the key before the first block.
+    pub(crate) root: Option<BlockKey>,
+    /// What this gateway and others have asked of it.
     pub(crate) load: Arc<Load>,
-    /// Prefill workers: what they have read.
+    /// Blocks that it has read (prefill) or holds (decode), as far as this gateway knows.
     pub(crate) seen: SeenBlocks,
     rates: Mutex<Rates>,
 }
@@ -35,7 +42,19 @@ impl<Req, Ev> Link<Req, Ev> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let serial = NEXT.fetch_add(1, Ordering::Relaxed);
         let rates = Mutex::new(hello.rates);
-        Self { client, hello, addr, serial, load: Arc::default(), seen: SeenBlocks::default(), rates }
+        let identity = identity(&hello, &addr);
+        let root = hello.cache.as_ref().map(|c| BlockKey::root(&c.fingerprint.0, &c.layout.digest()));
+        Self {
+            client,
+            hello,
+            addr,
+            serial,
+            identity,
+            root,
+            load: Arc::default(),
+            seen: SeenBlocks::default(),
+            rates,
+        }
     }
 
     /// The latest speeds.
@@ -55,42 +74,10 @@ impl<Req, Ev> Link<Req, Ev> {
     }
 }
 
-/// Requests and prompt tokens that a worker has been asked for and that are not done.
-#[derive(Debug, Default)]
-pub(crate) struct Load {
-    requests: AtomicU64,
-    tokens: AtomicU64,
-}
-
-impl Load {
-    /// Requests not done.
-    pub(crate) fn requests(&self) -> u64 {
-        self.requests.load(Ordering::Relaxed)
-    }
-
-    /// Prompt tokens not done.
-    pub(crate) fn tokens(&self) -> u64 {
-        self.tokens.load(Ordering::Relaxed)
-    }
-
-    /// Counts a request until the answer is dropped.
-    pub(crate) fn take(self: &Arc<Self>, tokens: u32) -> LoadShare {
-        self.requests.fetch_add(1, Ordering::Relaxed);
-        self.tokens.fetch_add(u64::from(tokens), Ordering::Relaxed);
-        LoadShare { load: self.clone(), tokens }
-    }
-}
-
-/// One request's part of a worker's load.
-#[derive(Debug)]
-pub(crate) struct LoadShare {
-    load: Arc<Load>,
-    tokens: u32,
-}
-
-impl Drop for LoadShare {
-    fn drop(&mut self) {
-        self.load.requests.fetch_sub(1, Ordering::Relaxed);
-        self.load.tokens.fetch_sub(u64::from(self.tokens), Ordering::Relaxed);
+/// A decoder advertises one bulk address to everybody; a prefill worker is known by where it listens.
+fn identity(hello: &Hello, addr: &str) -> u64 {
+    match &hello.cache {
+        Some(cache) => hash(&format!("{} {} {}", hello.node, cache.bulk_addr, cache.fingerprint)),
+        None => hash(&format!("{} {addr}", hello.node)),
     }
 }

@@ -1,6 +1,5 @@
 //! Keeps one worker connected.
 
-use super::Address;
 use super::link::Link;
 use backon::{BackoffBuilder as _, ExponentialBuilder};
 use serde::Serialize;
@@ -20,7 +19,12 @@ const GOOD_CONNECTION: Duration = Duration::from_secs(5);
 /// A worker, connected or not.
 pub(super) struct Node<Req, Ev> {
     state: watch::Sender<State<Req, Ev>>,
+    /// Told of every change, too.
+    changed: watch::Sender<()>,
 }
+
+/// Where a worker listens; `None` while it is not running.
+pub(super) type Address = watch::Receiver<Option<String>>;
 
 pub(super) type Watch<Req, Ev> = watch::Receiver<State<Req, Ev>>;
 
@@ -28,6 +32,8 @@ pub(super) type Watch<Req, Ev> = watch::Receiver<State<Req, Ev>>;
 pub(super) struct State<Req, Ev> {
     pub(super) link: Option<Arc<Link<Req, Ev>>>,
     seen: bool,
+    /// Start, or loss of the last link.
+    unlinked: Instant,
 }
 
 impl<Req, Ev> Node<Req, Ev>
@@ -41,17 +47,18 @@ where
         addr: Address,
         key: ClusterKey,
         tokenizer_digest: [u8; 32],
+        changed: watch::Sender<()>,
         shutdown: CancellationToken,
     ) -> Arc<Self> {
-        let (state, _) = watch::channel(State { link: None, seen: false });
-        let node = Arc::new(Self { state });
+        let (state, _) = watch::channel(State { link: None, seen: false, unlinked: Instant::now() });
+        let node = Arc::new(Self { state, changed });
         let task = node.clone();
         tokio::spawn(async move {
             tokio::select! {
                 () = shutdown.cancelled() => {}
                 () = task.keep_connected(role, addr, &key, tokenizer_digest) => {}
             }
-            task.state.send_modify(|s| s.link = None);
+            task.unlink();
         });
         node
     }
@@ -66,16 +73,28 @@ where
         self.state.borrow().seen
     }
 
+    /// How long there has been no connection; `None` while there is one.
+    pub(super) fn unlinked_for(&self) -> Option<Duration> {
+        let state = self.state.borrow();
+        state.link.is_none().then(|| state.unlinked.elapsed())
+    }
+
     /// Follows the state.
     pub(super) fn watch(&self) -> Watch<Req, Ev> {
         self.state.subscribe()
     }
 
-    /// Waits for a live link.
-    pub(super) async fn connected(&self) -> Option<Arc<Link<Req, Ev>>> {
-        let mut state = self.watch();
-        let state = state.wait_for(|s| s.link.as_ref().is_some_and(|l| !l.client.is_closed())).await.ok()?;
-        state.link.clone()
+    fn unlink(&self) {
+        let had = self.state.send_if_modified(|s| {
+            let had = s.link.take().is_some();
+            if had {
+                s.unlinked = Instant::now();
+            }
+            had
+        });
+        if had {
+            self.changed.send_replace(());
+        }
     }
 
     async fn keep_connected(&self, role: Role, mut addr: Address, key: &ClusterKey, digest: [u8; 32]) {
@@ -94,7 +113,7 @@ where
                 ended = self.connection(role, &target, key, digest) => Some(ended),
                 () = changed(&mut addr) => None,
             };
-            self.state.send_modify(|s| s.link = None);
+            self.unlink();
             match &ended {
                 Some(Ok(())) => tracing::warn!(?role, addr = %target, "worker disconnected"),
                 Some(Err(error)) => tracing::debug!(?role, addr = %target, %error, "worker not connected"),
@@ -128,7 +147,11 @@ where
         }
         tracing::info!(?role, addr, node = %hello.node, engine = %hello.engine, model = %hello.model, "worker connected");
         let link = Arc::new(Link::new(client.clone(), hello, addr.to_owned()));
-        self.state.send_modify(|s| *s = State { link: Some(link), seen: true });
+        self.state.send_modify(|s| {
+            s.link = Some(link);
+            s.seen = true;
+        });
+        self.changed.send_replace(());
         client.closed().await;
         Ok(())
     }

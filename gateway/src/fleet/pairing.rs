@@ -22,7 +22,9 @@ const LEAST_MEASURE_S: f64 = 0.25;
 
 /// One decoder and one prefill worker.
 pub(crate) struct Pairing {
-    paired: watch::Sender<Option<Paired>>,
+    paired: Mutex<Option<Paired>>,
+    /// Told of every change.
+    changed: watch::Sender<()>,
     link_bytes_per_s: Mutex<f64>,
 }
 
@@ -36,43 +38,54 @@ impl Pairing {
     pub(super) fn start(
         decode: Watch<DecodeRequest, DecodeEvent>,
         prefill: Watch<PrefillRequest, PrefillEvent>,
+        changed: watch::Sender<()>,
         shutdown: CancellationToken,
     ) -> Arc<Self> {
-        let (paired, _) = watch::channel(None);
-        let pairing = Arc::new(Self { paired, link_bytes_per_s: Mutex::new(0.0) });
+        let pairing = Arc::new(Self { paired: Mutex::new(None), changed, link_bytes_per_s: Mutex::new(0.0) });
         let task = pairing.clone();
         tokio::spawn(async move {
             tokio::select! {
                 () = shutdown.cancelled() => {}
                 () = task.keep_paired(decode, prefill) => {}
             }
-            task.paired.send_replace(None);
+            task.set(None);
         });
         pairing
     }
 
     /// The prefill worker's link, if it is paired with this very connection of the decoder.
     pub(super) fn prefill_for(&self, decoder: &DecodeLink) -> Option<Arc<PrefillLink>> {
-        let paired = self.paired.borrow();
+        let paired = self.paired.lock();
         let paired = paired.as_ref().filter(|p| p.decode_serial == decoder.serial)?;
         Some(paired.prefill.clone()).filter(|l| !l.client.is_closed())
     }
 
-    /// Waits until the two are paired.
-    pub(super) async fn paired_with(&self, decoder: &DecodeLink) {
-        let mut paired = self.paired.subscribe();
-        // A prefill worker that has just been lost may still stand here; a change follows when it is back.
-        let is_it = |p: &Option<Paired>| {
-            p.as_ref().is_some_and(|p| p.decode_serial == decoder.serial && !p.prefill.client.is_closed())
-        };
-        if paired.wait_for(is_it).await.is_err() {
-            std::future::pending::<()>().await;
+    /// Whether the two can bridge.
+    pub(super) fn is_live(&self) -> bool {
+        self.paired.lock().as_ref().is_some_and(|p| !p.prefill.client.is_closed())
+    }
+
+    fn set(&self, paired: Option<Paired>) {
+        let mut place = self.paired.lock();
+        let changes = place.is_some() || paired.is_some();
+        *place = paired;
+        drop(place);
+        if changes {
+            self.changed.send_replace(());
         }
     }
 
-    /// Whether the two can bridge.
-    pub(super) fn is_paired(&self) -> bool {
-        self.paired.borrow().is_some()
+    /// Introduces the two again, after the prefill worker has forgotten the decoder.
+    ///
+    /// # Errors
+    /// The worker's refusal, or that the two are no longer connected.
+    pub(crate) async fn renew(
+        &self,
+        decoder: &DecodeLink,
+        prefill: &PrefillLink,
+    ) -> Result<(), ControlError> {
+        tracing::warn!(prefill = %prefill.hello.node, decode = %decoder.hello.node, "forgotten, pairing again");
+        introduce(decoder, prefill).await
     }
 
     /// Bytes per second that transfers between the two reached; 0 when unknown.
@@ -99,7 +112,7 @@ impl Pairing {
                 loop {
                     match introduce(&d, &p).await {
                         Ok(()) => {
-                            self.paired.send_replace(Some(Paired { decode_serial: d.serial, prefill: p }));
+                            self.set(Some(Paired { decode_serial: d.serial, prefill: p }));
                             break;
                         }
                         Err(error) => {
@@ -115,7 +128,7 @@ impl Pairing {
                 changed = decode.changed() => changed.is_err(),
                 changed = prefill.changed() => changed.is_err(),
             };
-            self.paired.send_replace(None);
+            self.set(None);
             if ended {
                 return;
             }

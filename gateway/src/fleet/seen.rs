@@ -1,4 +1,5 @@
-//! Which prompt blocks a prefill worker has read for this gateway, and so is likely to hold in its prefix cache.
+//! Which prompt blocks a worker has had in its hands for this gateway, and so is likely to hold in its prefix cache or
+//! store.
 
 use parking_lot::Mutex;
 use shared::keys::BlockKey;
@@ -7,7 +8,7 @@ use std::collections::{HashSet, VecDeque};
 /// Most blocks remembered; the oldest give way. About 4 MB.
 const CAPACITY: usize = 32_768;
 
-/// Keys of blocks that one connection's worker has read.
+/// Keys of blocks that one connection's worker is likely to hold.
 #[derive(Debug, Default)]
 pub(crate) struct SeenBlocks(Mutex<Kept>);
 
@@ -33,7 +34,20 @@ impl SeenBlocks {
         }
     }
 
-    /// How many leading blocks of a prompt were read before.
+    /// The worker has said that it does not hold these.
+    pub(crate) fn forget(&self, keys: &[BlockKey]) {
+        let mut kept = self.0.lock();
+        let before = kept.keys.len();
+        for key in keys {
+            kept.keys.remove(key);
+        }
+        if kept.keys.len() < before {
+            let Kept { keys, order } = &mut *kept;
+            order.retain(|key| keys.contains(key));
+        }
+    }
+
+    /// How many leading blocks of a prompt are likely to be there.
     pub(crate) fn leading(&self, keys: &[BlockKey]) -> usize {
         let kept = self.0.lock();
         keys.iter().take_while(|k| kept.keys.contains(k)).count()
@@ -54,5 +68,8 @@ mod tests {
         assert_eq!((seen.leading(&keys), seen.leading(&keys[1..])), (3, 2));
         seen.insert(&keys);
         assert_eq!((seen.leading(&keys), seen.leading(&keys[5..])), (0, CAPACITY));
+        seen.forget(&keys[7..]);
+        assert_eq!(seen.leading(&keys[5..]), 2);
+        assert_eq!(seen.0.lock().order.len(), 2);
     }
 }

@@ -1,12 +1,12 @@
 //! One try at answering a request on one decoder.
 
 use super::bridge::{Bridge, abort_transfer};
+use super::choose::{Chosen, Peer};
 use super::follow::Running;
-use super::guard::DecodeGuard;
 use super::{Context, Event, Failure, FailureKind, Job};
 use crate::deadlines;
-use crate::fleet::{DecodeLink, Pairing, PrefillLink};
-use crate::planner::{Plan, PrefillOutlook, Situation, plan};
+use crate::fleet::{DecodeLink, PrefillLink};
+use crate::planner::Plan;
 use shared::control::{
     ControlError, DecodeEvent, DecodeRequest, EventStream, GenerateSpec, PrefillReport, Require,
     TransferOffer, WorkerError, WorkerErrorCode,
@@ -33,7 +33,7 @@ pub(super) struct Attempt<'a> {
     pub(super) broken: Option<AbortCode>,
     pub(super) report: Option<PrefillReport>,
     /// Keys of the prompt's full blocks on this decoder.
-    keys: Vec<BlockKey>,
+    pub(super) keys: Arc<[BlockKey]>,
     /// Once the first token exists: what the client was told.
     pub(super) told: Option<Verdict>,
 }
@@ -60,8 +60,6 @@ impl From<FailureKind> for Stop {
     }
 }
 
-type Peer = (Arc<PrefillLink>, Arc<Pairing>);
-
 impl<'a> Attempt<'a> {
     pub(super) fn new(ctx: &'a Context, job: &'a Job, out: &'a mpsc::Sender<Event>, number: u32) -> Self {
         let worker_id =
@@ -77,7 +75,7 @@ impl<'a> Attempt<'a> {
             planned: Planned::Native { reason: String::new() },
             broken: None,
             report: None,
-            keys: Vec::new(),
+            keys: Arc::default(),
             told: None,
         }
     }
@@ -92,22 +90,11 @@ impl<'a> Attempt<'a> {
     }
 
     async fn answer(&mut self, last: &mut Verdict) -> Result<(), Stop> {
-        let decoder = self.ctx.fleet.decoder_within(self.ctx.reconnect_wait).await;
-        let decoder = decoder.ok_or(FailureKind::NoDecodeWorker)?;
-        self.parties.decode = Some(decoder.hello.node.clone());
-        let max_new_tokens = self.check_size(&decoder)?;
-        if self.retry && self.job.require != Require::Nothing {
-            // The worker that was lost may be the prefill worker, and the client can't do without.
-            self.ctx.fleet.prefill_within(&decoder, self.ctx.reconnect_wait).await;
-        }
-
-        let mut guard = DecodeGuard::new(&decoder, &self.worker_id, self.prompt_tokens);
-        let (resident_tokens, queue) = self.prepare(&decoder).await?;
-        self.keys = block_keys(&decoder, &self.job.tokens);
-        let peer = self.ctx.fleet.prefill_for(&decoder);
-        let route = self.plan(&decoder, peer.as_ref(), resident_tokens);
+        let chosen = self.choose().await?;
+        let Chosen { decoder, mut guard, max_new_tokens, queue, keys, peer, plan } = chosen;
+        self.keys = keys;
         let mut bridge = None;
-        match route {
+        match plan {
             Plan::Refuse(reason) => return Err(FailureKind::Refused(reason.as_str().to_owned()).into()),
             Plan::Native(reason) => self.planned = Planned::Native { reason: reason.as_str().to_owned() },
             Plan::Warm => self.planned = Planned::Warm,
@@ -124,7 +111,7 @@ impl<'a> Attempt<'a> {
     }
 
     /// Refuses what the decoder can't hold; returns the room for the answer.
-    fn check_size(&self, decoder: &DecodeLink) -> Result<u32, FailureKind> {
+    pub(super) fn check_size(&self, decoder: &DecodeLink) -> Result<u32, FailureKind> {
         let (vocab, max_tokens) = (decoder.hello.vocab_size, decoder.hello.max_tokens);
         if let Some(&id) = self.job.tokens.iter().find(|id| **id >= vocab) {
             return Err(FailureKind::BadToken(id));
@@ -137,7 +124,7 @@ impl<'a> Attempt<'a> {
         Ok(self.job.spec.max_new_tokens.map_or(room, |wanted| wanted.clamp(1, room)))
     }
 
-    async fn prepare(&self, decoder: &DecodeLink) -> Result<(u32, u32), Stop> {
+    pub(super) async fn prepare(&self, decoder: &DecodeLink) -> Result<(u32, u32), Stop> {
         let request = DecodeRequest::Prepare {
             request_id: self.worker_id.clone(),
             tokens: self.job.tokens.clone(),
@@ -159,28 +146,10 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    fn plan(&self, decoder: &DecodeLink, peer: Option<&Peer>, resident_tokens: u32) -> Plan {
-        plan(&Situation {
-            prompt_tokens: self.prompt_tokens,
-            resident_tokens,
-            native_tokens_per_s: decoder.rates().prefill_tokens_per_s,
-            prefill: peer.map(|(link, pairing)| PrefillOutlook {
-                tokens_per_s: link.rates().prefill_tokens_per_s,
-                link_bytes_per_s: pairing.link_bytes_per_s(),
-                queued_tokens: link.load.tokens(),
-                reusable_tokens: reusable_tokens(decoder, link, &self.keys),
-            }),
-            bytes_per_token: decoder.hello.cache.as_ref().map_or(0, |c| c.layout.bytes_per_token()),
-            route: self.job.route,
-            require: self.job.require,
-            min_bridge_tokens: self.ctx.min_bridge_tokens,
-        })
-    }
-
     /// Opens the transfer and starts the prefill. `None` when that failed and the decoder may go on alone.
     async fn open_bridge(
         &mut self,
-        decoder: &DecodeLink,
+        decoder: &Arc<DecodeLink>,
         peer: Peer,
         start: u32,
         end: u32,
@@ -199,15 +168,7 @@ impl<'a> Attempt<'a> {
             }
         };
         self.parties.transport = Some("tcp".to_owned());
-        match Bridge::start(
-            peer,
-            decoder,
-            &self.worker_id,
-            &self.job.tokens,
-            std::mem::take(&mut self.keys),
-            offer,
-        )
-        .await
+        match Bridge::start(peer, decoder, &self.worker_id, &self.job.tokens, self.keys.clone(), offer).await
         {
             Ok(bridge) => Ok(Some(bridge)),
             Err(abort) => {
@@ -296,18 +257,6 @@ impl<'a> Attempt<'a> {
             Verdict::without_receipt(verdict, Some(reason), self.parties.clone(), self.prompt_tokens);
         Failure { kind, verdict: Box::new(verdict) }
     }
-}
-
-fn block_keys(decoder: &DecodeLink, tokens: &[u32]) -> Vec<BlockKey> {
-    let Some(cache) = &decoder.hello.cache else { return Vec::new() };
-    let root = BlockKey::root(&cache.fingerprint.0, &cache.layout.digest());
-    root.chain(tokens, cache.layout.block_tokens as usize)
-}
-
-/// Leading prompt positions that the prefill worker has read before.
-fn reusable_tokens(decoder: &DecodeLink, prefill: &PrefillLink, keys: &[BlockKey]) -> u32 {
-    let block_tokens = decoder.hello.cache.as_ref().map_or(0, |c| c.layout.block_tokens);
-    u32::try_from(prefill.seen.leading(keys)).unwrap_or(0).saturating_mul(block_tokens)
 }
 
 fn lost(error: ControlError) -> Stop {

@@ -4,8 +4,8 @@ use super::guard::PrefillGuard;
 use crate::deadlines;
 use crate::fleet::{DecodeLink, Pairing, PrefillLink};
 use shared::control::{
-    DecodeRequest, EventStream, Incoming, PrefillEvent, PrefillReport, PrefillRequest, PrefillSpec,
-    TransferOffer, WorkerErrorCode,
+    ControlError, DecodeRequest, EventStream, Incoming, PrefillEvent, PrefillReport, PrefillRequest,
+    PrefillSpec, TransferOffer, WorkerErrorCode,
 };
 use shared::hexbytes::Hex;
 use shared::keys::BlockKey;
@@ -13,17 +13,25 @@ use shared::tokens::TokenIds;
 use shared::wire::{Abort, AbortCode};
 use std::sync::Arc;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
 /// A running prefill. It ends by itself, by [`Bridge::next`] reporting the end, or by being dropped.
 pub(super) struct Bridge {
     link: Arc<PrefillLink>,
     pairing: Arc<Pairing>,
+    decoder: Arc<DecodeLink>,
+    /// What was asked, as long as it may have to be asked again.
+    spec: Option<Box<PrefillSpec>>,
+    /// Introducing the decoder again and asking again.
+    renewal: Option<Renewal>,
     events: Option<EventStream<PrefillEvent>>,
     guard: Option<PrefillGuard>,
     deadline: Instant,
     /// Keys of the prompt's full blocks.
-    keys: Vec<BlockKey>,
+    keys: Arc<[BlockKey]>,
 }
+
+type Renewal = AbortOnDropHandle<Result<EventStream<PrefillEvent>, ControlError>>;
 
 /// News from the prefill worker.
 pub(super) enum BridgeEvent {
@@ -39,10 +47,10 @@ impl Bridge {
     /// Asks the worker to read the prompt and to send what the offer names.
     pub(super) async fn start(
         (link, pairing): (Arc<PrefillLink>, Arc<Pairing>),
-        decoder: &DecodeLink,
+        decoder: &Arc<DecodeLink>,
         request_id: &str,
         tokens: &TokenIds,
-        keys: Vec<BlockKey>,
+        keys: Arc<[BlockKey]>,
         offer: TransferOffer,
     ) -> Result<Self, Abort> {
         let queued = link.load.tokens();
@@ -56,11 +64,13 @@ impl Bridge {
             deadline_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
         };
         let guard = PrefillGuard::new(&link, request_id, length);
-        let events = link.client.request(&PrefillRequest::Prefill(spec)).await;
+        let events = link.client.request(&PrefillRequest::Prefill(spec.clone())).await;
         let events = events.map_err(|e| Abort::new(AbortCode::ConnectionLost, e.to_string()))?;
         // The worker keeps the deadline itself; this one is for a worker that hangs.
         let deadline = Instant::now() + limit + deadlines::exchange(length);
-        Ok(Self { link, pairing, events: Some(events), guard: Some(guard), deadline, keys })
+        let (decoder, spec) = (decoder.clone(), Some(Box::new(spec)));
+        let (events, guard, renewal) = (Some(events), Some(guard), None);
+        Ok(Self { link, pairing, decoder, spec, renewal, events, guard, deadline, keys })
     }
 
     /// The worker's prefill rate in tokens per second (0: unknown) and the prompt tokens it has been asked for.
@@ -68,12 +78,55 @@ impl Bridge {
         (self.link.rates().prefill_tokens_per_s, self.link.load.tokens())
     }
 
-    /// The next news; never resolves once the bridge has ended.
+    /// The next news; never resolves once the bridge has ended. May be dropped and called again at any time.
     pub(super) async fn next(&mut self) -> BridgeEvent {
-        let Some(events) = &mut self.events else { return std::future::pending().await };
-        let next = tokio::time::timeout_at(self.deadline, events.next()).await;
-        let event = match next {
+        loop {
+            if let Some(renewal) = &mut self.renewal {
+                let renewed = tokio::time::timeout_at(self.deadline, renewal).await;
+                self.renewal = None;
+                match renewed {
+                    Ok(Ok(Ok(events))) => self.events = Some(events),
+                    Ok(Ok(Err(error))) => {
+                        return self.broken(Abort::new(AbortCode::PrefillFailed, error.to_string()));
+                    }
+                    Ok(Err(error)) => return self.broken(Abort::new(AbortCode::Internal, error.to_string())),
+                    Err(_) => return self.news(Err(())),
+                }
+            }
+            let Some(events) = &mut self.events else { return std::future::pending().await };
+            let next = tokio::time::timeout_at(self.deadline, events.next()).await;
+            match &next {
+                Ok(Some(Incoming::Event(PrefillEvent::Error(error))))
+                    if error.code == WorkerErrorCode::NotPaired && self.spec.is_some() =>
+                {
+                    self.renewal = self.spec.take().map(|spec| self.renew(spec));
+                }
+                _ => return self.news(next.map_err(|_| ())),
+            }
+        }
+    }
+
+    /// The worker has forgotten the decoder, and said so before it touched the transfer: introduces it and asks once
+    /// more.
+    fn renew(&self, spec: Box<PrefillSpec>) -> Renewal {
+        let (link, pairing, decoder) = (self.link.clone(), self.pairing.clone(), self.decoder.clone());
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            pairing.renew(&decoder, &link).await?;
+            link.client.request(&PrefillRequest::Prefill(*spec)).await
+        }))
+    }
+
+    fn broken(&mut self, abort: Abort) -> BridgeEvent {
+        self.events = None;
+        // Dropping the guard cancels, unless the worker has ended the request itself.
+        self.guard = None;
+        BridgeEvent::Broken(abort)
+    }
+
+    fn news(&mut self, next: Result<Option<Incoming<PrefillEvent>>, ()>) -> BridgeEvent {
+        let abort = match next {
             Ok(Some(Incoming::Event(PrefillEvent::Progress { done_tokens, total_tokens }))) => {
+                self.spec = None;
                 return BridgeEvent::Progress(done_tokens, total_tokens);
             }
             Ok(Some(Incoming::Event(PrefillEvent::Done(report)))) => {
@@ -81,24 +134,18 @@ impl Bridge {
                 self.pairing.learn(&report);
                 self.link.seen.insert(&self.keys);
                 self.released();
-                BridgeEvent::Done(report)
+                (self.events, self.guard) = (None, None);
+                return BridgeEvent::Done(report);
             }
             Ok(Some(Incoming::Event(PrefillEvent::Error(error)))) => {
                 self.released();
-                BridgeEvent::Broken(Abort::new(abort_code(error.code), error.message))
+                Abort::new(abort_code(error.code), error.message)
             }
-            Ok(Some(other)) => {
-                BridgeEvent::Broken(Abort::new(AbortCode::ProtocolError, format!("unexpected {other:?}")))
-            }
-            Ok(None) => {
-                BridgeEvent::Broken(Abort::new(AbortCode::ConnectionLost, "the prefill worker was lost"))
-            }
-            Err(_) => BridgeEvent::Broken(Abort::new(AbortCode::Timeout, "the prefill worker took too long")),
+            Ok(Some(other)) => Abort::new(AbortCode::ProtocolError, format!("unexpected {other:?}")),
+            Ok(None) => Abort::new(AbortCode::ConnectionLost, "the prefill worker was lost"),
+            Err(()) => Abort::new(AbortCode::Timeout, "the prefill worker took too long"),
         };
-        self.events = None;
-        // Dropping the guard cancels, unless the worker has ended the request itself.
-        self.guard = None;
-        event
+        self.broken(abort)
     }
 
     fn released(&mut self) {
@@ -118,7 +165,7 @@ fn abort_code(code: WorkerErrorCode) -> AbortCode {
         WorkerErrorCode::Busy => AbortCode::PrefillBusy,
         WorkerErrorCode::Timeout => AbortCode::Timeout,
         WorkerErrorCode::Cancelled => AbortCode::Cancelled,
-        WorkerErrorCode::Incompatible => AbortCode::FingerprintMismatch,
+        WorkerErrorCode::Incompatible | WorkerErrorCode::NotPaired => AbortCode::FingerprintMismatch,
         // If the receiver had a better reason, it knows it already and keeps it.
         WorkerErrorCode::TransferFailed => AbortCode::ConnectionLost,
         _ => AbortCode::PrefillFailed,

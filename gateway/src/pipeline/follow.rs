@@ -209,6 +209,7 @@ impl Attempt<'_> {
             metrics.stage_ms(Stage::Prefill, report.prefill_ms);
             metrics.stage_ms(Stage::Transfer, report.transfer_ms);
         }
+        run.decoder.seen.insert(&self.keys);
         self.ctx.verdicts.put(&verdict);
         self.told = Some(verdict.clone());
         self.send(Event::Started(Box::new(verdict.clone()))).await?;

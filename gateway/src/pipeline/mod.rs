@@ -6,6 +6,7 @@
 mod attempt;
 mod bridge;
 mod choices;
+mod choose;
 mod failure;
 mod follow;
 mod guard;

@@ -4,6 +4,7 @@ mod client;
 mod model;
 mod workers;
 
+use crate::fleet;
 use crate::keys::ApiKey;
 use crate::serve::Gateway;
 use crate::settings::{GatewayArgs, Settings};
@@ -38,14 +39,15 @@ impl Stack {
         let kept = settings.clone();
         let listener = TcpListener::bind(settings.listen).await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let prefill = workers.prefill_addr().into_iter().collect();
-        let gateway = Gateway::start(settings, listener, vec![workers.decode_addr()], prefill).await.unwrap();
+        let prefill: Vec<String> = workers.prefill_addr().into_iter().collect();
+        let discovery = fleet::fixed(&[workers.decode_addr()], &prefill);
+        let gateway = Gateway::start(settings, listener, discovery).await.unwrap();
         let fleet = gateway.app.ctx.fleet.clone();
         let shutdown = gateway.shutdown_token();
         tokio::spawn(gateway.run());
-        let decoder = fleet.any_decoder().await.unwrap();
+        fleet.any_decoder().await.unwrap();
         if workers.prefill_addr().is_some() {
-            assert!(fleet.prefill_within(&decoder, Duration::from_secs(5)).await);
+            assert!(fleet.bridge_within(Duration::from_secs(5)).await);
         }
         Self { addr, workers, shutdown, settings: kept, _model: model }
     }

@@ -1,6 +1,5 @@
 //! A decode and a prefill worker that follow a script instead of running a model.
 
-use crate::fleet::{Address, fixed_address};
 use parking_lot::Mutex;
 use shared::angles::SinCos;
 use shared::control::{
@@ -124,12 +123,12 @@ impl Workers {
         ));
     }
 
-    pub(super) fn decode_addr(&self) -> Address {
-        fixed_address(self.decode.lock().0.clone())
+    pub(super) fn decode_addr(&self) -> String {
+        self.decode.lock().0.clone()
     }
 
-    pub(super) fn prefill_addr(&self) -> Option<Address> {
-        self.prefill.lock().clone().map(fixed_address)
+    pub(super) fn prefill_addr(&self) -> Option<String> {
+        self.prefill.lock().clone()
     }
 
     /// Waits for that many cancels, after which nothing may be held.

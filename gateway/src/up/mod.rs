@@ -5,10 +5,11 @@ mod supervisor;
 
 pub(crate) use child::{ChildError, ChildSpec, Running};
 
-use crate::fleet::{Fleet, fixed_address};
+use crate::fleet::{self, Fleet};
 use crate::serve::{Gateway, ServeError, bind, print_ready};
 use crate::settings::{GatewayArgs, Settings};
 use clap::Args;
+use shared::control::Role;
 use shared::settings::{init_logging, shutdown_signal};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -74,13 +75,10 @@ async fn supervise(settings: Settings, decode: ChildSpec, prefill: ChildSpec) ->
     // A worker that the settings name runs elsewhere; the other kind is started here.
     let decode = Supervisor::new(decode, settings.decode.is_empty());
     let prefill = Supervisor::new(prefill, settings.prefill.is_empty());
-    let or_named = |own: &Supervisor, named: &[String]| match own.address() {
-        Some(address) => vec![address],
-        None => named.iter().cloned().map(fixed_address).collect(),
-    };
-    let decode_addrs = or_named(&decode, &settings.decode);
-    let prefill_addrs = or_named(&prefill, &settings.prefill);
-    let gateway = Gateway::start(settings, listener, decode_addrs, prefill_addrs).await?;
+    let own = [(Role::Decode, "decode", decode.address()), (Role::Prefill, "prefill", prefill.address())];
+    let own = own.into_iter().filter_map(|(role, name, address)| Some((role, name, address?))).collect();
+    let discovery = fleet::supervised(own, fleet::fixed(&settings.decode, &settings.prefill));
+    let gateway = Gateway::start(settings, listener, discovery).await?;
     let fleet = gateway.app.ctx.fleet.clone();
     let drain = gateway.shutdown_token();
 
@@ -118,9 +116,9 @@ async fn supervise(settings: Settings, decode: ChildSpec, prefill: ChildSpec) ->
 
 /// A decoder is there, and so is a prefill worker that it can bridge with, unless that one has failed.
 async fn wait_until_ready(fleet: &Fleet, prefill: &Supervisor) {
-    let Some(decoder) = fleet.any_decoder().await else { return };
+    fleet.any_decoder().await;
     tokio::select! {
-        _ = fleet.prefill_within(&decoder, PAIRING_WAIT) => {}
+        _ = fleet.bridge_within(PAIRING_WAIT) => {}
         () = prefill.first_failure() => {}
     }
 }

@@ -1,7 +1,6 @@
 //! Keeps one worker process running.
 
 use super::child::{ChildError, ChildSpec};
-use crate::fleet::Address;
 use backon::{BackoffBuilder as _, ExponentialBuilder};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
@@ -27,7 +26,7 @@ impl Supervisor {
     }
 
     /// Where the worker listens, as it changes; `None` for one that is not started here.
-    pub(super) fn address(&self) -> Option<Address> {
+    pub(super) fn address(&self) -> Option<watch::Receiver<Option<String>>> {
         self.wanted.then(|| self.address.subscribe())
     }
 

@@ -8,15 +8,14 @@ use shared::hexbytes::Hex;
 use shared::layout::{CacheLayout, Dtype, LayerCache};
 use shared::spec::ModelSpec;
 
-use super::Projection;
+use super::registry::Registry;
+use super::{EngineOptions, Projection};
 use crate::forward::Forward;
 use crate::ops::Ops;
 use crate::reconstruct::{FullKv, Projections};
 
 /// Frequencies that differ by more than this (relatively) are of another model.
 const FREQUENCY_TOLERANCE: f32 = 1e-4;
-/// Decoders remembered; the longest unused is forgotten first.
-const MAX_DECODERS: usize = 8;
 
 /// Paired decoders by fingerprint.
 pub(super) struct Decoders<O: Ops> {
@@ -25,7 +24,10 @@ pub(super) struct Decoders<O: Ops> {
     inv_freq: Vec<f32>,
     projections: Projections<O>,
     paired: HashMap<Hex<32>, Arc<Decoder<O>>>,
+    /// Longest unused first.
     order: Vec<Hex<32>>,
+    max_decoders: usize,
+    registry: Registry,
 }
 
 /// How to make one decoder's cache.
@@ -40,15 +42,16 @@ pub(super) struct Decoder<O: Ops> {
 }
 
 impl<O: Ops> Decoders<O> {
-    pub(super) fn new(spec: ModelSpec, own_projections: Vec<[u8; 32]>, inv_freq: Vec<f32>) -> Self {
+    pub(super) fn new(spec: ModelSpec, options: EngineOptions, registry: Registry) -> Self {
+        let EngineOptions { own_projections, max_decoders, inv_freq, .. } = options;
         let (projections, paired) = (HashMap::new(), HashMap::new());
-        Self { spec, own_projections, inv_freq, projections, paired, order: Vec::new() }
+        let order = Vec::new();
+        Self { spec, own_projections, inv_freq, projections, paired, order, max_decoders, registry }
     }
 
     pub(super) fn find(&mut self, fingerprint: &Hex<32>) -> Result<Arc<Decoder<O>>, WorkerError> {
-        let unknown = || {
-            WorkerError::new(WorkerErrorCode::Incompatible, format!("decoder {fingerprint} is not paired"))
-        };
+        let unknown =
+            || WorkerError::new(WorkerErrorCode::NotPaired, format!("decoder {fingerprint} is not paired"));
         let found = self.paired.get(fingerprint).cloned().ok_or_else(unknown)?;
         self.touch(*fingerprint);
         Ok(found)
@@ -101,6 +104,7 @@ impl<O: Ops> Decoders<O> {
             layout: cache.layout,
         };
         self.paired.insert(cache.fingerprint, Arc::new(decoder));
+        self.registry.add(cache.fingerprint);
         self.touch(cache.fingerprint);
         self.forget_unused();
         Ok(foreign as u32)
@@ -111,11 +115,25 @@ impl<O: Ops> Decoders<O> {
         self.order.push(fingerprint);
     }
 
+    /// Makes room: of more decoders than are kept, those go that no request needs, the longest unused first. Where
+    /// all are needed there are more for a while; requests are limited, so these are too.
     fn forget_unused(&mut self) {
-        while self.order.len() > MAX_DECODERS {
-            let oldest = self.order.remove(0);
-            self.paired.remove(&oldest);
-        }
+        let newest = self.order.last().copied();
+        let mut excess = self.order.len().saturating_sub(self.max_decoders);
+        self.order.retain(|fingerprint| {
+            let goes = excess > 0 && Some(*fingerprint) != newest && self.registry.remove_idle(fingerprint);
+            if goes {
+                excess -= 1;
+                self.paired.remove(fingerprint);
+                tracing::warn!(
+                    decoder = %fingerprint,
+                    max_decoders = self.max_decoders,
+                    "more decoders than this worker keeps paired: the longest unused is forgotten, and paired again \
+                     when it is needed; raise max_decoders if that happens often"
+                );
+            }
+            !goes
+        });
         let used: HashSet<[u8; 32]> =
             self.paired.values().flat_map(|d| d.recipe.projection_digests.iter().map(|h| h.0)).collect();
         self.projections.retain(|digest, _| used.contains(digest));

@@ -6,6 +6,7 @@ mod decoders;
 mod inspect;
 mod prefix;
 mod read;
+mod registry;
 mod run;
 
 use std::collections::HashSet;
@@ -27,8 +28,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::forward::Forward;
 use crate::ops::{HostLinear, Ops, Sink};
+use registry::Registry;
 
 pub use prefix::PrefixCache;
+pub use registry::Held;
 
 /// A handle to the engine thread.
 #[derive(Clone)]
@@ -46,6 +49,7 @@ pub struct State {
     prefill_rate: AtomicU64,
     /// Decoders' projections that are on the device.
     projections: Mutex<HashSet<[u8; 32]>>,
+    decoders: Registry,
     stopped: CancellationToken,
 }
 
@@ -56,6 +60,8 @@ pub struct EngineOptions {
     pub prefix_cache_bytes: usize,
     /// Digest of this model's own projections, per layer.
     pub own_projections: Vec<[u8; 32]>,
+    /// Decoders kept paired at once; more push out the longest unused.
+    pub max_decoders: usize,
     /// Inverse rotary frequencies by this worker's own reckoning; a decoder's must be close to them.
     pub inv_freq: Vec<f32>,
 }
@@ -257,6 +263,16 @@ impl Engine {
     /// Whether a decoder's projection is on the device.
     pub fn holds_projection(&self, digest: &[u8; 32]) -> bool {
         self.state.projections.lock().contains(digest)
+    }
+
+    /// Whether a decoder is paired.
+    pub fn is_paired(&self, fingerprint: &Hex<32>) -> bool {
+        self.state.decoders.contains(fingerprint)
+    }
+
+    /// Keeps a decoder paired for a request; `None` if it is not.
+    pub fn hold(&self, fingerprint: &Hex<32>) -> Option<Held> {
+        self.state.decoders.hold(fingerprint)
     }
 
     /// Bytes in the prefix cache.

@@ -44,8 +44,8 @@ impl<O: Ops> Runner<O> {
     ) -> Self {
         let planned_chunk_tokens = forward.chunk_tokens();
         Self {
-            decoders: Decoders::new(spec.clone(), options.own_projections, options.inv_freq),
             prefix: PrefixCache::new(options.prefix_cache_bytes),
+            decoders: Decoders::new(spec.clone(), options, state.decoders.clone()),
             spec,
             planned_chunk_tokens,
             forward,

@@ -22,7 +22,7 @@ use shared::settings::resident_memory_bytes;
 use shared::weights::TensorSource;
 use tokio_util::sync::CancellationToken;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Held};
 use outbox::Gauge;
 use request::Request;
 
@@ -58,12 +58,14 @@ struct Inner {
 struct Running {
     connection: ConnectionId,
     cancel: CancellationToken,
+    tokens: u32,
 }
 
 /// Takes a request off the books when it ends, however it ends.
 struct Booked {
     server: Server,
     request_id: String,
+    _held: Held,
 }
 
 impl Server {
@@ -83,7 +85,9 @@ impl Server {
         let foreign =
             pairing::pair(&parts.engine, &parts.own_projections, &parts.source, spec, &parts.cluster_key)
                 .await?;
-        self.0.layouts.lock().insert(fingerprint, Arc::new(layout));
+        let mut layouts = self.0.layouts.lock();
+        layouts.insert(fingerprint, Arc::new(layout));
+        layouts.retain(|known, _| parts.engine.is_paired(known));
         Ok(foreign)
     }
 
@@ -92,11 +96,10 @@ impl Server {
         let arrived = Instant::now();
         let refuse = |code, text: String| Err(WorkerError::new(code, text));
         let Inner { parts, layouts, requests, gauge } = &*self.0;
-        let Some(layout) = layouts.lock().get(&spec.fingerprint).cloned() else {
-            return refuse(
-                WorkerErrorCode::Incompatible,
-                format!("decoder {} is not paired", spec.fingerprint),
-            );
+        let held = parts.engine.hold(&spec.fingerprint);
+        let layout = layouts.lock().get(&spec.fingerprint).cloned();
+        let (Some(held), Some(layout)) = (held, layout) else {
+            return refuse(WorkerErrorCode::NotPaired, format!("decoder {} is not paired", spec.fingerprint));
         };
         let (start, end) = (spec.offer.token_start, spec.offer.token_end);
         if start >= end || end as usize > spec.tokens.len() || start % layout.block_tokens != 0 {
@@ -128,16 +131,18 @@ impl Server {
         }
         let cancel = CancellationToken::new();
         let request_id = spec.request_id.clone();
-        requests.insert(request_id.clone(), Running { connection, cancel: cancel.clone() });
-        let booked = Booked { server: self.clone(), request_id };
+        requests.insert(request_id.clone(), Running { connection, cancel: cancel.clone(), tokens: end });
+        let booked = Booked { server: self.clone(), request_id, _held: held };
         let (engine, gauge) = (parts.engine.clone(), gauge.clone());
         Ok((Request { spec, layout, engine, gauge, cancel, arrived }, booked))
     }
 
     fn stats(&self) -> PrefillStats {
         let Inner { parts, requests, gauge, .. } = &*self.0;
+        let requests = requests.lock();
         PrefillStats {
-            requests: requests.lock().len() as u32,
+            requests: requests.len() as u32,
+            queued_tokens: requests.values().map(|r| u64::from(r.tokens)).sum(),
             prefix_cache_bytes: parts.engine.prefix_cache_bytes() as u64,
             // Restoring copies a block, so that running requests hold none.
             prefix_cache_pinned_blocks: 0,

@@ -265,6 +265,9 @@ pub struct PrefillReport {
 pub struct PrefillStats {
     /// Requests running or queued.
     pub requests: u32,
+    /// Prompt tokens of those, all that they asked for.
+    #[serde(default)]
+    pub queued_tokens: u64,
     /// Bytes in the worker's prefix cache.
     pub prefix_cache_bytes: u64,
     /// Blocks in it that a running request holds.
@@ -523,6 +526,8 @@ pub enum WorkerErrorCode {
     BridgeRequired,
     /// This decoder's cache cannot be made by this worker.
     Incompatible,
+    /// The decoder was introduced but forgotten since, or never was: it must be introduced (again).
+    NotPaired,
     /// The transfer failed; the cause is in the message.
     TransferFailed,
     /// The deadline passed.
@@ -550,6 +555,7 @@ impl WorkerErrorCode {
             Self::Busy => "busy",
             Self::BridgeRequired => "bridge_required",
             Self::Incompatible => "incompatible",
+            Self::NotPaired => "not_paired",
             Self::TransferFailed => "transfer_failed",
             Self::Timeout => "timeout",
             Self::Cancelled => "cancelled",

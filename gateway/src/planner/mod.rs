@@ -1,4 +1,9 @@
-//! The route of a request: a pure function of what is known when the prompt is prepared.
+//! The route of a request: pure functions of what is known when the prompt is prepared. [`rank`] says which workers
+//! to take, [`plan`] what to do with the chosen ones.
+
+mod rank;
+
+pub(crate) use rank::{DecoderOutlook, Peer, Ranked, Tier, Wanted, closest, rank};
 
 use shared::control::Require;
 
@@ -35,7 +40,7 @@ pub(crate) struct PrefillOutlook {
     pub(crate) tokens_per_s: f64,
     /// Bytes per second that transfers to this decoder reached; 0 when unknown.
     pub(crate) link_bytes_per_s: f64,
-    /// Prompt tokens that this gateway has asked it for and that are not done.
+    /// Prompt tokens that it has been asked for, by anyone, and that are not done.
     pub(crate) queued_tokens: u64,
     /// Leading prompt positions that its own prefix cache is likely to hold.
     pub(crate) reusable_tokens: u32,
