@@ -14,6 +14,7 @@ pub mod decoder;
 pub mod fakes;
 pub mod golden;
 pub mod http;
+pub mod lab;
 pub mod nats;
 pub mod paths;
 pub mod process;

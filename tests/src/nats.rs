@@ -106,7 +106,7 @@ impl Nats {
     #[must_use]
     pub fn settings_with(&self, nkey_file: Option<&Path>, ca_file: Option<&Path>) -> BusSettings {
         let (nkey_file, ca_file) = (nkey_file.map(Path::to_owned), ca_file.map(Path::to_owned));
-        let args = BusArgs { servers: Some(vec![self.url()]), nkey_file, ca_file };
+        let args = BusArgs { servers: Some(vec![self.url()]), nkey_file, ca_file, ..BusArgs::default() };
         args.resolve("test").unwrap().unwrap()
     }
 
@@ -139,7 +139,8 @@ pub fn write_private(file: &Path, text: &str) {
 }
 
 /// The pinned server, fetched on first use (`PD_TEST_NATS_SERVER` names another).
-fn program() -> &'static Path {
+#[must_use]
+pub fn program() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
         if let Some(path) = std::env::var_os("PD_TEST_NATS_SERVER") {

@@ -82,18 +82,39 @@ impl Prometheus {
         }
     }
 
-    /// The state of every alert: name, `inactive`, `pending` or `firing`, and the last error of its evaluation.
-    pub async fn alerts(&self) -> Vec<(String, String, Option<String>)> {
-        let answer = http::get(&self.addr, "/api/v1/rules?type=alert").await.json();
-        let groups = answer["data"]["groups"].as_array().unwrap().clone();
-        let rules = groups.iter().flat_map(|g| g["rules"].as_array().unwrap().clone());
-        let text = |v: &Value| v.as_str().unwrap_or_default().to_owned();
-        rules
-            .map(|r| {
-                let error = r["lastError"].as_str().filter(|e| !e.is_empty()).map(str::to_owned);
-                (text(&r["name"]), text(&r["state"]), error)
-            })
-            .collect()
+    /// Every alert, once each has been evaluated.
+    pub async fn alerts(&self) -> Vec<Alert> {
+        crate::wait::until("the alerts are evaluated", Duration::from_secs(20), || async {
+            let answer = http::get(&self.addr, "/api/v1/rules?type=alert").await.json();
+            let groups = answer["data"]["groups"].as_array()?.clone();
+            let rules: Vec<Value> =
+                groups.iter().flat_map(|g| g["rules"].as_array().unwrap().clone()).collect();
+            let known = rules.iter().all(|r| r["health"] != "unknown");
+            (known && !rules.is_empty()).then(|| rules.iter().map(Alert::read).collect())
+        })
+        .await
+    }
+}
+
+/// An alert as the server sees it.
+#[derive(Debug)]
+pub struct Alert {
+    /// Its name.
+    pub name: String,
+    /// `inactive`, `pending` or `firing`.
+    pub state: String,
+    /// Its expression, on one line.
+    pub expression: String,
+    /// What went wrong at its last evaluation.
+    pub error: Option<String>,
+}
+
+impl Alert {
+    fn read(rule: &Value) -> Self {
+        let text = |key: &str| rule[key].as_str().unwrap_or_default().to_owned();
+        let expression = text("query").split_whitespace().collect::<Vec<_>>().join(" ");
+        let error = Some(text("lastError")).filter(|e| !e.is_empty());
+        Self { name: text("name"), state: text("state"), expression, error }
     }
 }
 

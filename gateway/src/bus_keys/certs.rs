@@ -46,12 +46,13 @@ impl Authority {
         &self.cert_pem
     }
 
-    /// For the machine that runs the server, under all its names and as localhost.
+    /// For the machine that runs the server, under all its names, as localhost, and as the service `nats` of
+    /// deploy/compose.yaml.
     pub(super) fn server(&self, names: &[String]) -> Result<Made, BusKeysError> {
         if let Some(bad) = names.iter().find(|n| !is_host(n)) {
             return Err(BusKeysError::BadServer { name: bad.clone() });
         }
-        let local = ["localhost", "127.0.0.1", "::1"].map(str::to_owned);
+        let local = ["localhost", "127.0.0.1", "::1", "nats"].map(str::to_owned);
         let names = names.iter().cloned().chain(local).collect();
         self.leaf(names, "pd-bridge bus", ExtendedKeyUsagePurpose::ServerAuth)
     }

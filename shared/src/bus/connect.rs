@@ -87,6 +87,9 @@ impl Bus {
         if let Some(file) = &settings.ca_file {
             options = options.add_root_certificates(file.clone()).require_tls(true);
         }
+        if let Some((cert, key)) = &settings.certificate {
+            options = options.add_client_certificate(cert.clone(), key.clone()).require_tls(true);
+        }
         if background {
             options = options.retry_on_initial_connect();
         }

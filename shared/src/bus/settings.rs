@@ -18,6 +18,12 @@ pub struct BusArgs {
     /// PEM file with the certificate authority of the servers [default: the system's]
     #[arg(long = "nats-ca-file", env = "PD_BRIDGE_NATS_CA_FILE")]
     pub ca_file: Option<PathBuf>,
+    /// PEM file with this program's own certificate, for servers that demand one
+    #[arg(long = "nats-cert-file", env = "PD_BRIDGE_NATS_CERT_FILE")]
+    pub cert_file: Option<PathBuf>,
+    /// PEM file with the private key of that certificate
+    #[arg(long = "nats-cert-key-file", env = "PD_BRIDGE_NATS_CERT_KEY_FILE")]
+    pub cert_key_file: Option<PathBuf>,
 }
 
 /// How to reach the bus, checked.
@@ -29,6 +35,8 @@ pub struct BusSettings {
     pub(super) seed: Option<String>,
     /// Who signs the servers' certificates.
     pub(super) ca_file: Option<PathBuf>,
+    /// Own certificate and its key.
+    pub(super) certificate: Option<(PathBuf, PathBuf)>,
 }
 
 impl BusArgs {
@@ -39,6 +47,8 @@ impl BusArgs {
             servers: self.servers.or(other.servers),
             nkey_file: self.nkey_file.or(other.nkey_file),
             ca_file: self.ca_file.or(other.ca_file),
+            cert_file: self.cert_file.or(other.cert_file),
+            cert_key_file: self.cert_key_file.or(other.cert_key_file),
         }
     }
 
@@ -50,11 +60,12 @@ impl BusArgs {
     pub fn resolve(self, table: &str) -> Result<Option<BusSettings>, SettingsError> {
         let named = self.servers.unwrap_or_default();
         if named.is_empty() {
-            return match (self.nkey_file, self.ca_file) {
-                (None, None) => Ok(None),
-                _ => Err(SettingsError::value(
+            let beside = [self.nkey_file, self.ca_file, self.cert_file, self.cert_key_file];
+            return match beside.iter().all(Option::is_none) {
+                true => Ok(None),
+                false => Err(SettingsError::value(
                     format!("{table}.servers"),
-                    "is required beside a key or CA file",
+                    "is required beside a key, CA or certificate file",
                 )),
             };
         }
@@ -65,15 +76,27 @@ impl BusArgs {
         let servers = named.iter().map(server).collect::<Result<Vec<_>, _>>()?;
         let seed = self.nkey_file.as_deref().map(read_seed).transpose();
         let seed = seed.map_err(|e| SettingsError::value(format!("{table}.nkey_file"), e))?;
-        if let Some(file) = &self.ca_file
-            && let Err(source) = std::fs::metadata(file)
-        {
-            return Err(SettingsError::value(
-                format!("{table}.ca_file"),
-                format!("{}: {source}", file.display()),
-            ));
+        for (key, file) in [
+            ("ca_file", &self.ca_file),
+            ("cert_file", &self.cert_file),
+            ("cert_key_file", &self.cert_key_file),
+        ] {
+            if let Some(file) = file
+                && let Err(source) = std::fs::metadata(file)
+            {
+                let message = format!("{}: {source}", file.display());
+                return Err(SettingsError::value(format!("{table}.{key}"), message));
+            }
         }
-        Ok(Some(BusSettings { servers, seed, ca_file: self.ca_file }))
+        let certificate = match (self.cert_file, self.cert_key_file) {
+            (None, None) => None,
+            (Some(cert), Some(key)) => Some((cert, key)),
+            _ => {
+                let message = "and cert_key_file go together";
+                return Err(SettingsError::value(format!("{table}.cert_file"), message));
+            }
+        };
+        Ok(Some(BusSettings { servers, seed, ca_file: self.ca_file, certificate }))
     }
 }
 
@@ -97,10 +120,13 @@ mod tests {
         assert!(resolve(BusArgs { servers: servers.clone(), ..BusArgs::default() }).unwrap().is_some());
         let bad = BusArgs { servers: Some(vec!["nats://:x".into()]), ..BusArgs::default() };
         assert!(resolve(bad).unwrap_err().contains("agent.bus.servers"));
-        let no_key = BusArgs { servers: servers.clone(), nkey_file: Some("/no/such".into()), ca_file: None };
+        let with = BusArgs { servers, ..BusArgs::default() };
+        let no_key = BusArgs { nkey_file: Some("/no/such".into()), ..with.clone() };
         assert!(resolve(no_key).unwrap_err().contains("agent.bus.nkey_file"));
-        let no_ca = BusArgs { servers, nkey_file: None, ca_file: Some("/no/such".into()) };
+        let no_ca = BusArgs { ca_file: Some("/no/such".into()), ..with.clone() };
         assert!(resolve(no_ca).unwrap_err().contains("agent.bus.ca_file"));
+        let half = BusArgs { cert_file: Some("/".into()), ..with };
+        assert!(resolve(half).unwrap_err().contains("agent.bus.cert_file"));
         let alone = BusArgs { nkey_file: Some("x".into()), ..BusArgs::default() };
         assert!(resolve(alone).unwrap_err().contains("agent.bus.servers"));
     }
