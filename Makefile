@@ -4,7 +4,7 @@ MODEL ?= .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PORT  ?= 8000
 PROMPT ?= shared/docs/ARCHITECTURE.md
 
-.PHONY: help setup build run test bench-ttft bench-batch bench-gateway bench-soak verify clean
+.PHONY: help setup build run test bench-ttft bench-batch bench-gateway bench-soak bench-sampling bench-structured verify clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +34,12 @@ bench-soak: build ## ten minutes of clients that leave at random; memory must co
 
 bench-batch: build ## tokens per second at 1 to 16 requests at once: make bench-batch BENCH_ARGS=ROUNDS
 	cargo run --quiet --release -p decode-worker --example batch -- target/release/pd-decode "$(MODEL)" $(BENCH_ARGS)
+
+bench-sampling: setup ## microseconds per token of the sampler and of constraint masks
+	cargo run --release -p decode-worker --example sampling -- "$(MODEL)"
+
+bench-structured: build ## answers of the model to random JSON schemas: all must be valid
+	PD_TEST_SCHEMAS=$(or $(SCHEMAS),200) cargo test --release -p pd-tests --test structured -- --nocapture
 
 verify: build ## is the bridged cache the decoder's own? make verify PROMPT=FILE
 	target/release/pd-bridge verify --model "$(MODEL)" --prompt-file "$(PROMPT)" --cache-dtype f16

@@ -1,8 +1,8 @@
 //! A client of a decode worker's control port, for tests that speak to it directly.
 
 use shared::control::{
-    ClusterKey, ControlClient, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats, EventStream,
-    FinishReason, GenerateSpec, Hello, Incoming, Require, Sampling, TransferOffer, WorkerError,
+    ClusterKey, Constraint, ControlClient, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats,
+    EventStream, FinishReason, GenerateSpec, Hello, Incoming, Require, Sampling, TransferOffer, WorkerError,
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -59,11 +59,21 @@ impl Decoder {
     /// # Errors
     /// What the worker said.
     pub async fn prepare(&self, id: &str, tokens: &[u32]) -> Result<u32, WorkerError> {
-        let request = DecodeRequest::Prepare {
-            request_id: id.to_owned(),
-            tokens: tokens.to_vec().into(),
-            constraint: None,
-        };
+        self.prepare_constrained(id, tokens, None).await
+    }
+
+    /// Prepares a prompt whose answer must have a form; gives the resident prefix.
+    ///
+    /// # Errors
+    /// What the worker said.
+    pub async fn prepare_constrained(
+        &self,
+        id: &str,
+        tokens: &[u32],
+        constraint: Option<Constraint>,
+    ) -> Result<u32, WorkerError> {
+        let request =
+            DecodeRequest::Prepare { request_id: id.to_owned(), tokens: tokens.to_vec().into(), constraint };
         match self.client.call(&request, LIMIT).await.unwrap() {
             DecodeEvent::Prepared { resident_tokens, .. } => Ok(resident_tokens),
             DecodeEvent::Error(e) => Err(e),
@@ -113,28 +123,14 @@ impl Decoder {
     /// Generates to the end, greedily, stopping at no token.
     pub async fn generate(&self, id: &str, max_new_tokens: u32, require: Require) -> Answer {
         let begun = Instant::now();
-        let mut events = self.start(id, max_new_tokens, require).await;
-        let mut answer = Answer::default();
-        loop {
-            let event = tokio::time::timeout(LIMIT * 3, events.next()).await;
-            match event.unwrap_or_else(|_| panic!("{id}: the answer stalled after {answer:?}")) {
-                Some(Incoming::Event(DecodeEvent::Started(r))) => answer.receipt = Some(*r),
-                Some(Incoming::Event(DecodeEvent::Token { ids, .. })) => {
-                    answer.ids.extend(ids);
-                    answer.at.push(begun.elapsed());
-                }
-                Some(Incoming::Event(DecodeEvent::Finished { reason, .. })) => {
-                    answer.finish = Some(reason);
-                    return answer;
-                }
-                Some(Incoming::Event(DecodeEvent::Error(e))) => {
-                    answer.error = Some(e);
-                    return answer;
-                }
-                Some(Incoming::Event(DecodeEvent::Progress { .. })) => {}
-                other => panic!("{id}: {other:?}"),
-            }
-        }
+        let events = self.start(id, max_new_tokens, require).await;
+        read(id, begun, events).await
+    }
+
+    /// Generates to the end as the specification says: one choice, without log probabilities.
+    pub async fn generate_as(&self, spec: GenerateSpec) -> Answer {
+        let (id, begun) = (spec.request_id.clone(), Instant::now());
+        read(&id, begun, self.client.request(&DecodeRequest::Generate(spec)).await.unwrap()).await
     }
 
     /// Prepares and generates without any transfer.
@@ -177,6 +173,31 @@ impl Decoder {
             }
             assert!(start.elapsed() < limit, "still held after {limit:?}: {:?}", self.stats().await);
             tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+/// Reads an answer to its end.
+async fn read(id: &str, begun: Instant, mut events: EventStream<DecodeEvent>) -> Answer {
+    let mut answer = Answer::default();
+    loop {
+        let event = tokio::time::timeout(LIMIT * 3, events.next()).await;
+        match event.unwrap_or_else(|_| panic!("{id}: the answer stalled after {answer:?}")) {
+            Some(Incoming::Event(DecodeEvent::Started(r))) => answer.receipt = Some(*r),
+            Some(Incoming::Event(DecodeEvent::Token { ids, .. })) => {
+                answer.ids.extend(ids);
+                answer.at.push(begun.elapsed());
+            }
+            Some(Incoming::Event(DecodeEvent::Finished { reason, .. })) => {
+                answer.finish = Some(reason);
+                return answer;
+            }
+            Some(Incoming::Event(DecodeEvent::Error(e))) => {
+                answer.error = Some(e);
+                return answer;
+            }
+            Some(Incoming::Event(DecodeEvent::Progress { .. })) => {}
+            other => panic!("{id}: {other:?}"),
         }
     }
 }

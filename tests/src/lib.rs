@@ -21,6 +21,7 @@ pub mod process;
 pub mod prometheus;
 pub mod raw;
 pub mod scene;
+pub mod schemas;
 pub mod stack;
 pub mod tiny;
 pub mod wait;

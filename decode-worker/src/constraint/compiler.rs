@@ -3,7 +3,8 @@
 use super::recent::Recent;
 use super::vocabulary::Vocabulary;
 use super::{ConstraintError, Matcher, grammar};
-use llguidance::{ParserFactory, api::ParserLimits};
+use llguidance::ParserFactory;
+use llguidance::api::{ParserLimits, StopReason, TopLevelGrammar};
 use parking_lot::{Condvar, Mutex};
 use shared::control::Constraint;
 use shared::tokenizer::Tokenizer;
@@ -84,8 +85,7 @@ impl Compiler {
         let shared = self.shared.clone();
         let body = move || {
             let _slot = slot;
-            let parser = shared.factory.create_parser(grammar);
-            let done = parser.map_err(|e| first_line(&e)).map(|p| llguidance::Matcher::new(Ok(p)));
+            let done = begin(&shared.factory, grammar).map_err(|e| first_line(&e));
             // Nobody waits any more after the time is up.
             let _ = sender.send(done);
         };
@@ -121,6 +121,15 @@ impl std::fmt::Debug for Compiler {
     }
 }
 
+/// Compiles and takes the first step: what cannot even be begun is found out here, not between two tokens.
+fn begin(factory: &ParserFactory, grammar: TopLevelGrammar) -> anyhow::Result<llguidance::Matcher> {
+    let mut matcher = llguidance::Matcher::new(Ok(factory.create_parser(grammar)?));
+    if !matcher.is_stopped() {
+        matcher.compute_mask()?;
+    }
+    Ok(matcher)
+}
+
 /// A place among the compilations.
 struct Slot(Arc<Shared>);
 
@@ -140,6 +149,10 @@ fn limits() -> ParserLimits {
 pub(super) fn first_line(error: &anyhow::Error) -> String {
     let text = format!("{error:#}");
     let text = text.split("\n<").next().unwrap_or_default().trim();
+    if text == StopReason::NoExtensionBias.to_string() {
+        return "nothing can satisfy it".to_owned();
+    }
+    let text = text.strip_prefix("panic: ").unwrap_or(text);
     let end = text.floor_char_boundary(MAX_MESSAGE_BYTES);
     text[..end].to_owned()
 }

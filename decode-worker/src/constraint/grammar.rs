@@ -1,6 +1,7 @@
 //! From a constraint to the grammar that llguidance compiles, with limits on what is looked at.
 
 use super::ConstraintError;
+use super::formats::replace_formats;
 use llguidance::api::TopLevelGrammar;
 use serde_json::{Map, Value, json};
 use shared::control::Constraint;
@@ -13,6 +14,9 @@ const MAX_GRAMMAR_BYTES: usize = 128 << 10;
 const MAX_PATTERN_BYTES: usize = 16 << 10;
 /// Most brackets inside each other: the parsers below are recursive.
 const MAX_DEPTH: usize = 100;
+
+/// Largest number of repetitions in an expression: more cannot be followed in the time between two tokens.
+const MAX_REPETITIONS: u64 = 20_000;
 
 /// White space of a JSON answer: any, but not for ever. Small models otherwise fill their budget with line breaks.
 const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
@@ -55,6 +59,7 @@ fn of_schema(schema: Value) -> TopLevelGrammar {
         // Anything else is not a schema, and the compiler says so.
         other => return TopLevelGrammar::from_json_schema(other),
     };
+    replace_formats(&mut schema);
     // The compiler's own options are ours to set, whatever the client's schema says.
     schema.insert("x-guidance".to_owned(), json!({"whitespace_pattern": WHITE_SPACE}));
     TopLevelGrammar::from_json_schema(Value::Object(schema))
@@ -66,6 +71,10 @@ fn check(kind: &'static str, text: &str, limit: usize) -> Result<(), ConstraintE
     }
     if depth(text) > MAX_DEPTH {
         return Err(ConstraintError::TooDeep { kind, limit: MAX_DEPTH });
+    }
+    if repetitions(text) > MAX_REPETITIONS {
+        let message = format!("more than {MAX_REPETITIONS} repetitions");
+        return Err(ConstraintError::Invalid { kind, message });
     }
     Ok(())
 }
@@ -84,4 +93,38 @@ fn depth(text: &str) -> usize {
         }
     }
     most
+}
+
+/// Largest number in anything that looks like `{12}`, `{12,}` or `{1,12}`; JSON itself has no such thing.
+fn repetitions(text: &str) -> u64 {
+    let counts = |part: &str| {
+        let (inside, _) = part.split_once('}')?;
+        let numbers = inside.split(',').filter(|number| !number.is_empty());
+        // What has too many digits is too large as well.
+        let parse = |number: &str| {
+            number.bytes().all(|b| b.is_ascii_digit()).then(|| number.parse().unwrap_or(u64::MAX))
+        };
+        numbers.map(parse).collect::<Option<Vec<u64>>>()?.into_iter().max()
+    };
+    text.split('{').skip(1).filter_map(counts).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nesting_and_repetitions_are_counted() {
+        assert_eq!(depth("([{}])()"), 3);
+        assert_eq!(depth("))((("), 3);
+        for (text, n) in [
+            ("a{3}b{2,7}c{9,}", 9),
+            ("{\"a\": {\"b\": 1}}", 0),
+            ("x{99999999999999999999}", u64::MAX),
+            ("x{1,2", 0),
+            ("{}{,5}", 5),
+        ] {
+            assert_eq!(repetitions(text), n, "{text}");
+        }
+    }
 }

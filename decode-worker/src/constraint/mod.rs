@@ -9,6 +9,7 @@
 
 mod compiler;
 mod error;
+mod formats;
 mod grammar;
 mod mask;
 mod matcher;
