@@ -1,5 +1,6 @@
 //! The command line: what `pd-bridge` can do, and its exit codes.
 
+use crate::bus_cli::{self, OperatorCommand};
 use crate::bus_keys::{self, BusKeysArgs};
 use crate::serve::{ServeError, serve_forever};
 use crate::settings::GatewayArgs;
@@ -29,6 +30,8 @@ enum Command {
     /// Prepare the message bus that agents and operators meet on
     #[command(subcommand)]
     Bus(BusCommand),
+    #[command(flatten)]
+    Operator(OperatorCommand),
 }
 
 #[derive(Debug, Subcommand)]
@@ -72,6 +75,7 @@ pub(crate) fn main() -> ExitCode {
             Command::Bus(BusCommand::Keys(args)) => {
                 bus_keys::run(&args).map(|()| ExitCode::SUCCESS).map_err(ServeError::from)
             }
+            Command::Operator(command) => Ok(bus_cli::run(command).await?),
         }
     });
     // Blocking reads of stdin or a running tokenizer must not keep the process.
@@ -91,6 +95,7 @@ fn fail(error: &ServeError) -> ExitCode {
     let bad_setting = match error {
         ServeError::Settings(_) | ServeError::Child(ChildError::BadSetting { .. }) => true,
         ServeError::BusKeys(error) => error.is_bad_setting(),
+        ServeError::Operator(error) => error.is_bad_setting(),
         _ => false,
     };
     ExitCode::from(if bad_setting { EXIT_BAD_SETTING } else { 1 })

@@ -1,6 +1,7 @@
 //! OpenAI-compatible front door of pd-bridge.
 
 mod access_log;
+mod bus_cli;
 mod bus_keys;
 mod cli;
 mod deadlines;

@@ -54,6 +54,9 @@ pub(crate) enum ServeError {
     /// The bus's keys could not be made.
     #[error(transparent)]
     BusKeys(#[from] crate::bus_keys::BusKeysError),
+    /// An operator's command failed.
+    #[error(transparent)]
+    Operator(#[from] crate::bus_cli::BusCliError),
     /// No async runtime.
     #[error("can't start: {0}")]
     Runtime(std::io::Error),

@@ -9,6 +9,7 @@
     reason = "everything here runs inside a test, which fails by panicking"
 )]
 
+pub mod agents;
 pub mod bulk;
 pub mod decoder;
 pub mod fakes;
