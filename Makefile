@@ -4,7 +4,7 @@ MODEL ?= .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PORT  ?= 8000
 PROMPT ?= shared/docs/ARCHITECTURE.md
 
-.PHONY: help setup build run test bench-ttft bench-batch bench-gateway bench-soak bench-sampling bench-structured verify clean bench-bus
+.PHONY: help setup build run test bench-ttft bench-batch bench-gateway bench-soak bench-sampling bench-structured verify clean bench-bus bench-fleet bench-bus-faults
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,8 +40,14 @@ bench-sampling: setup ## microseconds per token of the sampler and of constraint
 
 bench-structured: build ## answers of the model to random JSON schemas: all must be valid
 	PD_TEST_SCHEMAS=$(or $(SCHEMAS),200) cargo test --release -p pd-tests --test structured -- --nocapture
+
 bench-bus: build ## a command's round trip over NATS, and 100 MB of its output
 	cargo run --release -p pd-tests --example bench_bus
+bench-fleet: build ## 1,000 simulated agents on one NATS server and one gateway
+	PD_TEST_AGENTS=1000 PD_TEST_AGENTS_MEASURE_S=60 cargo test --release -p pd-tests --test discovery -- --nocapture many_agents
+
+bench-bus-faults: build ## bus, agents, workers and cables fail, 20 times each: make bench-bus-faults ROUNDS=…
+	PD_TEST_BUS_FAULT_ROUNDS=$(or $(ROUNDS),20) PD_TEST_NATS_DOWN_S=30 cargo test --release -p pd-tests --test bus_faults -- --nocapture --test-threads 1
 
 verify: build ## is the bridged cache the decoder's own? make verify PROMPT=FILE
 	target/release/pd-bridge verify --model "$(MODEL)" --prompt-file "$(PROMPT)" --cache-dtype f16

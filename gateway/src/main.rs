@@ -5,6 +5,7 @@ mod bus_cli;
 mod bus_keys;
 mod cli;
 mod deadlines;
+mod discovery;
 mod fleet;
 mod http;
 mod keys;

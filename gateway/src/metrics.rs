@@ -23,7 +23,29 @@
 //! | `pd_bridge_retries_total` | requests tried again after a lost worker | |
 //! | `pd_bridge_workers_connected` | workers | `role`: `prefill`, `decode` |
 //! | `pd_bridge_worker_pairs` | prefill/decode pairs that can bridge | |
+//! | `pd_bridge_workers` | workers | `role`, `state`: `alive`, `suspect`, `lost`, `draining`, `unconnected` |
+//! | `pd_bridge_worker_requests` | requests of a worker, everybody's, as far as known | `role`, `worker` |
+//!
+//! With a bus also what is heard on it:
+//!
+//! | name | unit | labels |
+//! |---|---|---|
+//! | `pd_bridge_bus_connected` | 1 or 0 | |
+//! | `pd_bridge_heartbeats_total` | heartbeats | `result`: `taken`, `stale`, `rival`, `too_many`, `malformed` |
+//! | `pd_bridge_nodes` | machines | `state`: `alive`, `draining`, `suspect`, `leaving`, `gone` |
+//! | `pd_bridge_node_up` | 1, or 0 when gone | `node` |
+//! | `pd_bridge_node_heartbeat_age_seconds` | seconds since it was heard | `node` |
+//! | `pd_bridge_node_load` | load average over one minute | `node` |
+//! | `pd_bridge_node_cpu_busy_ratio` | share of all cores | `node` |
+//! | `pd_bridge_node_memory_used_bytes`, `…_total_bytes` | bytes | `node` |
+//! | `pd_bridge_node_gpu_utilization_ratio` | share of time | `node`, `gpu` |
+//! | `pd_bridge_node_gpu_memory_used_bytes`, `…_total_bytes` | bytes | `node`, `gpu` |
+//! | `pd_bridge_node_worker_queue` | requests running or waiting | `node`, `role`, `worker` |
+//! | `pd_bridge_node_worker_tokens_per_second` | tokens per second | `node`, `role`, `worker`, `phase` |
+//! | `pd_bridge_node_worker_memory_bytes` | bytes resident | `node`, `role`, `worker` |
 
+use crate::discovery::{Directory, FleetMetrics};
+use crate::fleet::Fleet;
 use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
     Opts, Registry, TextEncoder,
@@ -55,6 +77,7 @@ pub(crate) struct Metrics {
     pub(crate) retries: IntCounter,
     workers: IntGaugeVec,
     pairs: IntGauge,
+    fleet: FleetMetrics,
 }
 
 /// A part of a request's life.
@@ -198,6 +221,7 @@ impl Metrics {
             retries: made.counter("retries_total", "Requests tried again after a lost worker.")?,
             workers: made.gauges("workers_connected", "Connected workers.", &["role"])?,
             pairs: made.gauge("worker_pairs", "Prefill/decode pairs that can bridge.")?,
+            fleet: FleetMetrics::register(&registry)?,
             registry,
         })
     }
@@ -230,6 +254,12 @@ impl Metrics {
         self.workers.with_label_values(&["prefill"]).set(count(prefill));
         self.workers.with_label_values(&["decode"]).set(count(decode));
         self.pairs.set(count(pairs));
+    }
+
+    /// Brings everything about machines and workers up to date.
+    pub(crate) fn observe(&self, fleet: &Fleet, directory: Option<&Directory>) {
+        fleet.observe(self);
+        self.fleet.observe(&self.registry, fleet, directory);
     }
 
     /// The Prometheus text format.

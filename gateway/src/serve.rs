@@ -1,6 +1,7 @@
 //! Puts the gateway together and runs it.
 
 use crate::access_log::AccessLog;
+use crate::discovery;
 use crate::fleet::{self, Discovery, Fleet};
 use crate::http::{self, Admission, App};
 use crate::keys::{KeyRing, keep_current};
@@ -10,6 +11,7 @@ use crate::open_files::make_room;
 use crate::pipeline::Context;
 use crate::settings::Settings;
 use crate::verdicts::VerdictStore;
+use shared::bus::Bus;
 use shared::settings::{SettingsError, shutdown_signal};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -57,6 +59,9 @@ pub(crate) enum ServeError {
     /// An operator's command failed.
     #[error(transparent)]
     Operator(#[from] crate::bus_cli::BusCliError),
+    /// The bus can't be used as it is set.
+    #[error(transparent)]
+    Bus(#[from] shared::bus::BusError),
     /// No async runtime.
     #[error("can't start: {0}")]
     Runtime(std::io::Error),
@@ -86,7 +91,7 @@ impl Gateway {
     pub(crate) async fn start(
         settings: Settings,
         listener: TcpListener,
-        discovery: Discovery,
+        members: Discovery,
     ) -> Result<Self, ServeError> {
         let (path, name) = (settings.model.clone(), settings.model_name.clone());
         let opened = tokio::task::spawn_blocking(move || TextModel::open(&path, name)).await;
@@ -95,7 +100,20 @@ impl Gateway {
             opened.map_err(|e| ServeError::Model { path: settings.model.clone(), source: Box::new(e) })?;
         let fleet_shutdown = CancellationToken::new();
         let digest = model.tokenizer.digest();
-        let fleet = Fleet::start(discovery, &settings.cluster_key, digest, &fleet_shutdown);
+        let bus = match &settings.bus {
+            Some((id, bus)) => {
+                Some((id.clone(), Bus::connect_in_background(bus, "gateway", id.as_str()).await?))
+            }
+            None => None,
+        };
+        let (members, directory) = match &bus {
+            Some((_, bus)) => {
+                let (heard, directory) = discovery::listen(bus.clone(), fleet_shutdown.clone());
+                (fleet::both(members, heard), Some(directory))
+            }
+            None => (members, None),
+        };
+        let fleet = Fleet::start(members, &settings.cluster_key, digest, &fleet_shutdown);
         let metrics = Arc::new(Metrics::new()?);
         let ctx = Arc::new(Context {
             fleet,
@@ -119,9 +137,14 @@ impl Gateway {
             max_connections: make_room(settings.max_connections),
             access_log,
             settings,
+            directory,
             draining: AtomicBool::new(false),
             started_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         });
+        if let Some((id, bus)) = bus {
+            let addr = listener.local_addr().map_or_else(|_| String::new(), |a| a.to_string());
+            tokio::spawn(discovery::announce(bus, id, addr, app.clone(), fleet_shutdown.clone()));
+        }
         Ok(Self { app, listener, shutdown: CancellationToken::new(), fleet_shutdown, access_log: writer })
     }
 
@@ -161,12 +184,12 @@ pub(crate) fn bind(addr: SocketAddr) -> Result<TcpListener, ServeError> {
 /// # Errors
 /// [`ServeError`].
 pub(crate) async fn serve_forever(settings: Settings) -> Result<(), ServeError> {
-    if settings.decode.is_empty() {
+    if settings.decode.is_empty() && settings.bus.is_none() {
         return Err(SettingsError::value("gateway.decode", "names no decode worker").into());
     }
-    let discovery = fleet::fixed(&settings.decode, &settings.prefill);
+    let members = fleet::fixed(&settings.decode, &settings.prefill);
     let listener = bind(settings.listen)?;
-    let gateway = Gateway::start(settings, listener, discovery).await?;
+    let gateway = Gateway::start(settings, listener, members).await?;
     announce_when_ready(&gateway);
     let shutdown = gateway.shutdown_token();
     tokio::spawn(async move {

@@ -4,6 +4,7 @@ use crate::access_log::Target;
 use crate::http::{Acceptor, Limits, Patience};
 use crate::keys::{self, ApiKey, KeyLimits};
 use serde::Deserialize;
+use shared::bus::{BusArgs, BusSettings, NodeId};
 use shared::control::ClusterKey;
 use shared::settings::{SettingsError, cluster_key, section};
 use std::net::SocketAddr;
@@ -30,6 +31,16 @@ pub(crate) struct GatewayArgs {
     /// Control addresses of prefill workers, host:port, separated by commas
     #[arg(long, env = "PD_BRIDGE_PREFILL", value_delimiter = ',')]
     pub(crate) prefill: Option<Vec<String>>,
+    /// Where workers are found: `static`, the lists above alone, or `nats`, heartbeats on the bus besides
+    /// [default: nats if a NATS server is named, else static]
+    #[arg(long, env = "PD_BRIDGE_DISCOVERY", value_enum)]
+    pub(crate) discovery: Option<DiscoveryKind>,
+    /// Name of this gateway on the bus, as its key was made for [default: the host's]
+    #[arg(long, env = "PD_BRIDGE_GATEWAY_NODE")]
+    pub(crate) node: Option<String>,
+    /// How to reach the bus.
+    #[command(flatten)]
+    pub(crate) bus: BusArgs,
     /// File with the fleet's shared secret
     #[arg(long, env = "PD_BRIDGE_CLUSTER_KEY_FILE")]
     pub(crate) cluster_key_file: Option<PathBuf>,
@@ -100,6 +111,16 @@ pub(crate) struct GatewayArgs {
     pub(crate) log_json: Option<bool>,
 }
 
+/// Where workers are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DiscoveryKind {
+    /// The lists in the settings.
+    Static,
+    /// Heartbeats on the bus, and the lists.
+    Nats,
+}
+
 /// Settings after merging, checked.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
@@ -108,6 +129,8 @@ pub(crate) struct Settings {
     pub(crate) model_name: Option<String>,
     pub(crate) decode: Vec<String>,
     pub(crate) prefill: Vec<String>,
+    /// With a bus: who we are on it and how to reach it.
+    pub(crate) bus: Option<(NodeId, BusSettings)>,
     pub(crate) cluster_key: ClusterKey,
     pub(crate) api_keys: Vec<ApiKey>,
     pub(crate) api_keys_file: Option<PathBuf>,
@@ -141,6 +164,9 @@ impl GatewayArgs {
             model_name: self.model_name.or(f.model_name),
             decode: self.decode.or(f.decode),
             prefill: self.prefill.or(f.prefill),
+            discovery: self.discovery.or(f.discovery),
+            node: self.node.or(f.node),
+            bus: self.bus.or(f.bus),
             cluster_key_file: self.cluster_key_file.or(f.cluster_key_file),
             api_keys_file: self.api_keys_file.or(f.api_keys_file),
             key_requests_per_min: self.key_requests_per_min.or(f.key_requests_per_min),
@@ -177,6 +203,7 @@ impl GatewayArgs {
         }
         let decode = addresses("gateway.decode", self.decode)?;
         let prefill = addresses("gateway.prefill", self.prefill)?;
+        let bus = bus(self.discovery, self.node, self.bus)?;
         let max_header_bytes =
             at_least("gateway.max_header_bytes", self.max_header_bytes.unwrap_or(64 << 10), 8192)?;
         let key_limits = KeyLimits {
@@ -200,6 +227,7 @@ impl GatewayArgs {
             model_name: self.model_name,
             decode,
             prefill,
+            bus,
             cluster_key: cluster_key(self.cluster_key_file.as_deref(), &[])?,
             api_keys: keys.unwrap_or_default(),
             api_keys_file: self.api_keys_file,
@@ -222,6 +250,26 @@ impl GatewayArgs {
             drain_limit: Duration::from_millis(self.drain_limit_ms.unwrap_or(30_000)),
         })
     }
+}
+
+fn bus(
+    kind: Option<DiscoveryKind>,
+    node: Option<String>,
+    args: BusArgs,
+) -> Result<Option<(NodeId, BusSettings)>, SettingsError> {
+    let settings = args.resolve("gateway.bus")?;
+    let settings = match (kind, settings) {
+        (Some(DiscoveryKind::Nats), None) => {
+            return Err(SettingsError::value("gateway.bus.servers", "is required for discovery = \"nats\""));
+        }
+        (Some(DiscoveryKind::Static), _) | (None, None) => return Ok(None),
+        (_, Some(settings)) => settings,
+    };
+    let node = match node {
+        Some(node) => NodeId::new(node),
+        None => NodeId::from_host(&nix::unistd::gethostname().unwrap_or_default().to_string_lossy()),
+    };
+    Ok(Some((node.map_err(|e| SettingsError::value("gateway.node", e))?, settings)))
 }
 
 fn at_least(key: &str, value: usize, least: usize) -> Result<usize, SettingsError> {
@@ -284,6 +332,20 @@ mod tests {
         assert!(resolve(|a| a.model = Some("/no/such".into())).unwrap_err().contains("gateway.model"));
         assert!(resolve(|a| a.decode = Some(vec!["host".into()])).unwrap_err().contains("gateway.decode"));
         assert!(resolve(|a| a.prefill = Some(vec!["h:0".into()])).unwrap_err().contains("gateway.prefill"));
+        let nats = Some(DiscoveryKind::Nats);
+        assert!(resolve(|a| a.discovery = nats).unwrap_err().contains("gateway.bus.servers"));
+        let named = |a: &mut GatewayArgs| a.bus.servers = Some(vec!["nats://h:1".into()]);
+        assert!(resolve(named).unwrap().bus.is_some());
+        let unused = |a: &mut GatewayArgs| {
+            named(a);
+            a.discovery = Some(DiscoveryKind::Static);
+        };
+        assert!(resolve(unused).unwrap().bus.is_none());
+        let misnamed = |a: &mut GatewayArgs| {
+            named(a);
+            a.node = Some("A.b".into());
+        };
+        assert!(resolve(misnamed).unwrap_err().contains("gateway.node"));
         assert!(resolve(|a| a.max_in_flight = Some(0)).unwrap_err().contains("gateway.max_in_flight"));
     }
 

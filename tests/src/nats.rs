@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 pub struct Nats {
     child: Option<Child>,
     config: PathBuf,
+    host: String,
     port: u16,
     scheme: &'static str,
     dir: tempfile::TempDir,
@@ -28,12 +29,18 @@ impl Nats {
     /// A server with this configuration besides its address: accounts, permissions, limits, TLS.
     #[must_use]
     pub fn with_config(config: &str) -> Self {
+        Self::listening_on("127.0.0.1", config)
+    }
+
+    /// The same at another address of this machine.
+    #[must_use]
+    pub fn listening_on(host: &str, config: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let port = free_port();
         let file = dir.path().join("nats.conf");
-        std::fs::write(&file, format!("listen: \"127.0.0.1:{port}\"\n{config}\n")).unwrap();
+        std::fs::write(&file, format!("listen: \"{host}:{port}\"\n{config}\n")).unwrap();
         let scheme = if config.contains("tls") { "tls" } else { "nats" };
-        let mut nats = Self { child: None, config: file, port, scheme, dir };
+        let mut nats = Self { child: None, config: file, host: host.to_owned(), port, scheme, dir };
         nats.restart();
         nats
     }
@@ -41,7 +48,7 @@ impl Nats {
     /// `nats://127.0.0.1:port`; `tls://localhost:port` where the configuration speaks of TLS.
     #[must_use]
     pub fn url(&self) -> String {
-        let host = if self.scheme == "tls" { "localhost" } else { "127.0.0.1" };
+        let host = if self.scheme == "tls" { "localhost" } else { &self.host };
         format!("{}://{host}:{}", self.scheme, self.port)
     }
 
@@ -80,7 +87,7 @@ impl Nats {
         command.stdout(log.try_clone().unwrap()).stderr(log);
         self.child = Some(command.spawn().unwrap());
         let start = Instant::now();
-        while std::net::TcpStream::connect(("127.0.0.1", self.port)).is_err() {
+        while std::net::TcpStream::connect((self.host.as_str(), self.port)).is_err() {
             assert!(
                 start.elapsed() < Duration::from_secs(20),
                 "nats-server does not listen:\n{}",

@@ -35,7 +35,17 @@ impl Process {
     /// Starts a release binary. Its stderr goes to a file that a panic shows the end of.
     #[must_use]
     pub fn start(program: &str, args: &[String]) -> Self {
-        Self::start_at(&paths::bin(program), args)
+        Self::start_in(None, program, args)
+    }
+
+    /// The same, inside a network namespace.
+    #[must_use]
+    pub fn start_in(netns: Option<&str>, program: &str, args: &[String]) -> Self {
+        let program = paths::bin(program);
+        let Some(netns) = netns else { return Self::start_at(&program, args) };
+        // `ip` becomes the program, so that its process is ours.
+        let exec = ["netns", "exec", netns, program.to_str().unwrap()].map(str::to_owned);
+        Self::start_at(Path::new("ip"), &[&exec[..], args].concat())
     }
 
     /// Starts any program.

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 pub struct Worker {
     program: &'static str,
     args: Vec<String>,
+    netns: Option<String>,
     /// The process; a dead one after [`Worker::kill`].
     pub process: Process,
     /// Where it listens.
@@ -58,11 +59,27 @@ impl Worker {
         Self::start("pd-prefill", model, &[&["--backend", "cpu"], extra].concat())
     }
 
+    /// Starts a decode worker inside a network namespace.
+    #[must_use]
+    pub fn decode_in(netns: &str, model: &Path, extra: &[&str]) -> Self {
+        Self::start_in(Some(netns), "pd-decode", model, extra)
+    }
+
+    /// Starts a prefill worker on the CPU inside a network namespace.
+    #[must_use]
+    pub fn prefill_in(netns: &str, model: &Path, extra: &[&str]) -> Self {
+        Self::start_in(Some(netns), "pd-prefill", model, &[&["--backend", "cpu"], extra].concat())
+    }
+
     fn start(program: &'static str, model: &Path, extra: &[&str]) -> Self {
+        Self::start_in(None, program, model, extra)
+    }
+
+    fn start_in(netns: Option<&str>, program: &'static str, model: &Path, extra: &[&str]) -> Self {
         let args = [&model_arg(model)[..], &strings(&["--exit-with-stdin"]), &strings(extra)].concat();
-        let process = Process::start(program, &args);
+        let process = Process::start_in(netns, program, &args);
         let addresses = process.addresses();
-        Self { program, args, process, addresses }
+        Self { program, args, netns: netns.map(str::to_owned), process, addresses }
     }
 
     /// Kills it, as a power cut would.
@@ -73,12 +90,15 @@ impl Worker {
     /// Kills it if need be and starts it again where it was.
     pub fn restart(&mut self) {
         self.kill();
-        let mut args = self.args.clone();
+        // Where it was, instead of where it was told to look for a port.
+        let is_place = |i: usize| ["--listen", "--bulk-listen"].contains(&self.args[i].as_str());
+        let kept = (0..self.args.len()).filter(|i| !is_place(*i) && !(*i > 0 && is_place(i - 1)));
+        let mut args: Vec<String> = kept.map(|i| self.args[i].clone()).collect();
         args.extend(strings(&["--listen", &self.addresses.control]));
         if let Some(bulk) = &self.addresses.bulk {
             args.extend(strings(&["--bulk-listen", bulk]));
         }
-        self.process = Process::start(self.program, &args);
+        self.process = Process::start_in(self.netns.as_deref(), self.program, &args);
         let _ = self.process.addresses();
     }
 
@@ -108,6 +128,36 @@ impl Gateway {
         args.extend(model_arg(model));
         args.extend(strings(extra));
         Self { process: Process::start("pd-bridge", &args), addr }
+    }
+
+    /// Starts a gateway that finds its workers on the bus, and waits for nothing but its port.
+    #[must_use]
+    pub fn on_bus(model: &Path, nats: &str, extra: &[&str]) -> Self {
+        Self::on_bus_in(None, "127.0.0.1", model, nats, extra)
+    }
+
+    /// The same at some address inside a network namespace.
+    #[must_use]
+    pub fn on_bus_in(netns: Option<&str>, host: &str, model: &Path, nats: &str, extra: &[&str]) -> Self {
+        let addr = format!("{host}:{}", free_port());
+        let mut args = strings(&["gateway", "--listen", &addr, "--nats", nats]);
+        args.extend(model_arg(model));
+        args.extend(strings(extra));
+        Self { process: Process::start_in(netns, "pd-bridge", &args), addr }
+    }
+
+    /// `/v1/bridge/nodes`.
+    pub async fn nodes(&self) -> serde_json::Value {
+        http::get(&self.addr, "/v1/bridge/nodes").await.json()
+    }
+
+    /// The state of one machine; `None` if it is unknown or the gateway does not answer.
+    pub async fn node_state(&self, node: &str) -> Option<String> {
+        let reply =
+            http::send(&self.addr, "GET", "/v1/bridge/nodes", &[], None).await.ok()?.finish().await.ok()?;
+        let nodes = reply.json()["nodes"].as_array()?.clone();
+        let found = nodes.into_iter().find(|n| n["node"] == node)?;
+        Some(found["state"].as_str()?.to_owned())
     }
 
     /// Waits until the gateway says that it is ready and, where there is a prefill worker, that it is paired.

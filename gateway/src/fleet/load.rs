@@ -24,6 +24,9 @@ const STALE: Duration = Duration::from_secs(15);
 pub(crate) struct Load {
     requests: AtomicU64,
     tokens: AtomicU64,
+    /// Most of either since the worker's last word: that word may be seconds old, and what it counted of ours done.
+    peak_requests: AtomicU64,
+    peak_tokens: AtomicU64,
     others: Mutex<Option<Others>>,
 }
 
@@ -59,9 +62,11 @@ impl Load {
 
     /// Takes the worker's own word of its requests and, if known, of the prompt tokens in them.
     pub(crate) fn observe(&self, requests: u64, tokens: Option<u64>) {
+        let peak_requests = self.peak_requests.swap(self.requests(), Ordering::Relaxed);
+        let peak_tokens = self.peak_tokens.swap(self.tokens(), Ordering::Relaxed);
         let others = Others {
-            requests: requests.saturating_sub(self.requests()),
-            tokens: tokens.map(|t| t.saturating_sub(self.tokens())),
+            requests: requests.saturating_sub(peak_requests),
+            tokens: tokens.map(|t| t.saturating_sub(peak_tokens)),
             seen: Instant::now(),
         };
         *self.others.lock() = Some(others);
@@ -69,8 +74,10 @@ impl Load {
 
     /// Counts a request until the answer is dropped.
     pub(crate) fn take(self: &Arc<Self>, tokens: u32) -> LoadShare {
-        self.requests.fetch_add(1, Ordering::Relaxed);
-        self.tokens.fetch_add(u64::from(tokens), Ordering::Relaxed);
+        let requests = self.requests.fetch_add(1, Ordering::Relaxed) + 1;
+        self.peak_requests.fetch_max(requests, Ordering::Relaxed);
+        let all_tokens = self.tokens.fetch_add(u64::from(tokens), Ordering::Relaxed) + u64::from(tokens);
+        self.peak_tokens.fetch_max(all_tokens, Ordering::Relaxed);
         LoadShare { load: self.clone(), tokens }
     }
 
@@ -127,12 +134,14 @@ where
 
 async fn ask_decoder(link: Arc<DecodeLink>) {
     if let Ok(DecodeEvent::Stats(stats)) = link.client.call(&DecodeRequest::GetStats, POLL_INTERVAL).await {
+        link.learn(stats.rates);
         link.load.observe(u64::from(stats.requests), None);
     }
 }
 
 async fn ask_prefill(link: Arc<PrefillLink>) {
     if let Ok(PrefillEvent::Stats(stats)) = link.client.call(&PrefillRequest::GetStats, POLL_INTERVAL).await {
+        link.learn(stats.rates);
         link.load.observe(u64::from(stats.requests), Some(stats.queued_tokens));
     }
 }
@@ -149,6 +158,9 @@ mod tests {
         assert_eq!((load.requests(), load.all_requests(), load.all_tokens(9)), (1, 4, 500));
         drop(share);
         assert_eq!((load.requests(), load.all_requests(), load.all_tokens(9)), (0, 3, 400));
+        // One of these two may be ours, that was done since the last word.
+        load.observe(2, None);
+        assert_eq!((load.all_requests(), load.all_tokens(9)), (1, 9));
         load.observe(2, None);
         assert_eq!((load.all_requests(), load.all_tokens(9)), (2, 18));
         // A figure from before our own requests were known there is no negative load.

@@ -82,25 +82,29 @@ pub(crate) fn fixed(decode: &[String], prefill: &[String]) -> Discovery {
     rx
 }
 
-/// Workers that a supervisor starts and restarts here, each under a name; with others that are simply there.
-pub(crate) fn supervised(
-    supervised: Vec<(Role, &'static str, watch::Receiver<Option<String>>)>,
-    mut others: Discovery,
-) -> Discovery {
+/// What two sources name. What is there already goes at once, so that it is known before anything starts.
+pub(crate) fn both(a: Discovery, b: Discovery) -> Discovery {
     let (tx, rx) = mpsc::channel(BACKLOG);
-    // What is there already goes at once, so that it is known before anything starts.
-    while let Ok(change) = others.try_recv() {
-        let _ = tx.try_send(change);
-    }
-    let forward = tx.clone();
-    tokio::spawn(async move {
-        while let Some(change) = others.recv().await {
-            if forward.send(change).await.is_err() {
-                return;
-            }
+    for mut from in [a, b] {
+        while let Ok(change) = from.try_recv() {
+            let _ = tx.try_send(change);
         }
-    });
-    for (role, name, mut address) in supervised {
+        let tx = tx.clone();
+        tokio::spawn(async move {
+            while let Some(change) = from.recv().await {
+                if tx.send(change).await.is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    rx
+}
+
+/// Workers that a supervisor starts and restarts here, each under a name.
+pub(crate) fn supervised(workers: Vec<(Role, &'static str, watch::Receiver<Option<String>>)>) -> Discovery {
+    let (tx, rx) = mpsc::channel(BACKLOG);
+    for (role, name, mut address) in workers {
         let tx = tx.clone();
         let member = move |addr| {
             let (id, standing) = (name.to_owned(), Standing::Alive);
@@ -139,7 +143,8 @@ mod tests {
     #[tokio::test]
     async fn a_supervised_worker_keeps_its_name_when_it_moves() {
         let (address, watched) = watch::channel(None);
-        let mut d = supervised(vec![(Role::Decode, "decode", watched)], fixed(&[], &["p:1".into()]));
+        let own = supervised(vec![(Role::Decode, "decode", watched)]);
+        let mut d = both(fixed(&[], &["p:1".into()]), own);
         let mut next = async || match d.recv().await {
             Some(Change::Present(m)) => (m.id, m.addr),
             other => panic!("{other:?}"),

@@ -3,21 +3,20 @@
 mod candidates;
 mod link;
 mod load;
-#[allow(dead_code, reason = "a static fleet has no use for all of it")]
 mod members;
 mod node;
 mod pairing;
 mod pairs;
 mod seen;
 mod slot;
-#[allow(dead_code, reason = "not shown yet")]
 mod view;
 
 pub(crate) use candidates::Candidate;
 pub(crate) use link::{DecodeLink, PrefillLink};
 pub(crate) use load::LoadShare;
-pub(crate) use members::{Change, Discovery, fixed, supervised};
+pub(crate) use members::{Change, Discovery, Member, Reported, Standing, both, fixed, supervised};
 pub(crate) use pairing::Pairing;
+pub(crate) use view::WorkerView;
 
 use crate::metrics::Metrics;
 use node::Node;

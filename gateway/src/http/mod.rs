@@ -13,6 +13,7 @@ mod held;
 mod journal;
 mod logprobs;
 mod metadata;
+mod nodes;
 mod ops;
 mod overload;
 mod params;
@@ -32,6 +33,7 @@ pub(crate) use server::serve;
 pub(crate) use tls::Acceptor;
 
 use crate::access_log::AccessLog;
+use crate::discovery::Directory;
 use crate::keys::KeyRing;
 use crate::pipeline::Context;
 use crate::settings::Settings;
@@ -53,6 +55,8 @@ pub(crate) struct App {
     pub(crate) max_connections: usize,
     /// Where requests are logged, if they are.
     pub(crate) access_log: Option<AccessLog>,
+    /// The machines on the bus, if there is one.
+    pub(crate) directory: Option<Arc<Directory>>,
     /// Set on shutdown: running answers finish, new requests are refused.
     pub(crate) draining: AtomicBool,
     /// Start of the process, seconds since 1970.
@@ -67,6 +71,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     let rest = Router::new()
         .route("/v1/models", get(ops::models))
         .route("/v1/models/{id}", get(ops::model))
+        .route("/v1/bridge/nodes", get(nodes::list))
         .route("/v1/bridge/verdicts/{id}", get(ops::verdict));
     let admin = Router::new()
         .route("/metrics", get(ops::metrics))

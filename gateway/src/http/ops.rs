@@ -61,7 +61,7 @@ pub(super) async fn readyz(State(app): State<Arc<App>>) -> Response {
 
 /// `GET /metrics`
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    app.ctx.fleet.observe(&app.ctx.metrics);
+    app.ctx.metrics.observe(&app.ctx.fleet, app.directory.as_deref());
     let content_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (content_type, app.ctx.metrics.render()).into_response()
 }

@@ -59,6 +59,11 @@ pub(super) async fn stream(addr: SocketAddr, path: &str, headers: &[(&str, &str)
 }
 
 impl Open {
+    /// How often a text has come so far.
+    pub(super) fn count(&self, text: &str) -> usize {
+        self.seen.matches(text).count()
+    }
+
     pub(super) async fn wait_for(&mut self, text: &str) {
         let reading = async {
             let mut buffer = [0; 4096];

@@ -1,10 +1,11 @@
 //! The whole gateway against scripted workers that speak the real control protocol.
 
 mod client;
+mod membership;
 mod model;
 mod workers;
 
-use crate::fleet;
+use crate::fleet::{self, Discovery, Fleet};
 use crate::keys::ApiKey;
 use crate::serve::Gateway;
 use crate::settings::{GatewayArgs, Settings};
@@ -20,6 +21,7 @@ use workers::{PrefillScript, Script, Workers};
 struct Stack {
     addr: SocketAddr,
     workers: Arc<Workers>,
+    fleet: Arc<Fleet>,
     shutdown: CancellationToken,
     settings: Settings,
     _model: tempfile::TempDir,
@@ -28,6 +30,18 @@ struct Stack {
 impl Stack {
     async fn start(script: Script, change: impl FnOnce(&mut Settings)) -> Self {
         let workers = Workers::start(script).await;
+        let prefill: Vec<String> = workers.prefill_addr().into_iter().collect();
+        let members = fleet::fixed(&[workers.decode_addr()], &prefill);
+        let stack = Self::over(workers, members, change).await;
+        stack.fleet.any_decoder().await.unwrap();
+        if !prefill.is_empty() {
+            assert!(stack.fleet.bridge_within(Duration::from_secs(5)).await);
+        }
+        stack
+    }
+
+    /// A gateway whose fleet is made of `members`.
+    async fn over(workers: Arc<Workers>, members: Discovery, change: impl FnOnce(&mut Settings)) -> Self {
         let model = model::byte_level();
         let args = GatewayArgs {
             model: Some(model.path().to_owned()),
@@ -39,17 +53,11 @@ impl Stack {
         let kept = settings.clone();
         let listener = TcpListener::bind(settings.listen).await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let prefill: Vec<String> = workers.prefill_addr().into_iter().collect();
-        let discovery = fleet::fixed(&[workers.decode_addr()], &prefill);
-        let gateway = Gateway::start(settings, listener, discovery).await.unwrap();
+        let gateway = Gateway::start(settings, listener, members).await.unwrap();
         let fleet = gateway.app.ctx.fleet.clone();
         let shutdown = gateway.shutdown_token();
         tokio::spawn(gateway.run());
-        fleet.any_decoder().await.unwrap();
-        if workers.prefill_addr().is_some() {
-            assert!(fleet.bridge_within(Duration::from_secs(5)).await);
-        }
-        Self { addr, workers, shutdown, settings: kept, _model: model }
+        Self { addr, workers, fleet, shutdown, settings: kept, _model: model }
     }
 
     async fn plain(script: Script) -> Self {

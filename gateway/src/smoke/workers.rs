@@ -3,9 +3,10 @@
 use parking_lot::Mutex;
 use shared::angles::SinCos;
 use shared::control::{
-    CacheIdentity, ClusterKey, ConnectionId, DecodeEvent, DecodeReceipt, DecodeRequest, FinishReason,
-    GenerateSpec, Handler, Hello, KvRecipe, PROTOCOL_VERSION, PrefillEvent, PrefillReport, PrefillRequest,
-    Rates, Require, Responder, Role, RopeRecipe, TransferOffer, WorkerError, WorkerErrorCode,
+    CacheIdentity, ClusterKey, ConnectionId, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats,
+    FinishReason, GenerateSpec, Handler, Hello, KvRecipe, PROTOCOL_VERSION, PrefillEvent, PrefillReport,
+    PrefillRequest, PrefillStats, Rates, Require, Responder, Role, RopeRecipe, TransferOffer, WorkerError,
+    WorkerErrorCode,
 };
 use shared::hexbytes::Hex;
 use shared::layout::{CacheLayout, Dtype, LayerCache};
@@ -19,6 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 #[derive(Clone)]
 pub(super) struct Script {
+    /// End of the workers' names.
+    pub(super) name: &'static str,
     /// What the decoder says, one token message per piece.
     pub(super) pieces: Vec<String>,
     /// Say it again and again.
@@ -35,6 +38,8 @@ pub(super) enum PrefillScript {
     Works,
     Fails,
     Hangs,
+    /// Has forgotten every decoder until it is introduced a second time.
+    Forgets,
     /// Sends everything, never says so, and is lost after the decoder's second token.
     LostLate,
 }
@@ -42,6 +47,7 @@ pub(super) enum PrefillScript {
 impl Script {
     pub(super) fn saying(pieces: &[&str]) -> Self {
         Self {
+            name: "",
             pieces: pieces.iter().map(|p| (*p).to_owned()).collect(),
             endless: false,
             token_delay: Duration::from_millis(1),
@@ -74,6 +80,7 @@ pub(super) struct Workers {
     /// Cancels on either worker.
     cancelled: watch::Sender<usize>,
     prefills: watch::Sender<usize>,
+    introductions: Mutex<usize>,
     running_prefills: Mutex<HashMap<String, ()>>,
     decode: Mutex<(String, CancellationToken)>,
     prefill: Mutex<Option<String>>,
@@ -91,6 +98,7 @@ impl Workers {
             lost: Mutex::new(0),
             cancelled: watch::channel(0).0,
             prefills: watch::channel(0).0,
+            introductions: Mutex::new(0),
             running_prefills: Mutex::default(),
             decode: Mutex::default(),
             prefill: Mutex::new(None),
@@ -162,7 +170,7 @@ impl Workers {
         Hello {
             protocol: PROTOCOL_VERSION,
             role,
-            node: format!("{role:?}"),
+            node: format!("{role:?}{}", self.script.name),
             version: "0".into(),
             engine: "script".into(),
             model: "m".into(),
@@ -283,6 +291,10 @@ impl Handler for Decode {
                 }
                 self.0.cancelled.send_modify(|n| *n += 1);
             }
+            DecodeRequest::GetStats => {
+                let requests = u32::try_from(self.0.requests.lock().len()).unwrap();
+                out.send(&DecodeEvent::Stats(DecodeStats { requests, ..DecodeStats::default() })).await;
+            }
             other => panic!("not in the script: {other:?}"),
         }
     }
@@ -305,15 +317,22 @@ impl Handler for Prefill {
     async fn handle(&self, _: ConnectionId, request: PrefillRequest, out: Responder<PrefillEvent>) {
         match request {
             PrefillRequest::Pair(_) => {
+                *self.0.introductions.lock() += 1;
                 out.send(&PrefillEvent::Paired { foreign_layers: 0 }).await;
             }
             PrefillRequest::Prefill(spec) => {
                 self.0.running_prefills.lock().insert(spec.request_id.clone(), ());
                 self.0.prefills.send_modify(|n| *n += 1);
                 let total_tokens = u32::try_from(spec.tokens.len()).unwrap();
-                out.send(&PrefillEvent::Progress { done_tokens: total_tokens / 2, total_tokens }).await;
+                if self.0.script.prefill != Some(PrefillScript::Forgets) {
+                    out.send(&PrefillEvent::Progress { done_tokens: total_tokens / 2, total_tokens }).await;
+                }
                 match self.0.script.prefill {
-                    Some(PrefillScript::Works) => {
+                    Some(PrefillScript::Forgets) if *self.0.introductions.lock() < 2 => {
+                        let error = WorkerError::new(WorkerErrorCode::NotPaired, "who is that?");
+                        out.send(&PrefillEvent::Error(error)).await;
+                    }
+                    Some(PrefillScript::Works | PrefillScript::Forgets) => {
                         if let Some(r) = self.0.requests.lock().get(&spec.request_id) {
                             r.transfer.send_replace(Transfer::Committed);
                         }
@@ -336,6 +355,9 @@ impl Handler for Prefill {
             PrefillRequest::Cancel { request_id } => {
                 self.0.running_prefills.lock().remove(&request_id);
                 self.0.cancelled.send_modify(|n| *n += 1);
+            }
+            PrefillRequest::GetStats => {
+                out.send(&PrefillEvent::Stats(PrefillStats::default())).await;
             }
             other => panic!("not in the script: {other:?}"),
         }

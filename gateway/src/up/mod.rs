@@ -77,8 +77,8 @@ async fn supervise(settings: Settings, decode: ChildSpec, prefill: ChildSpec) ->
     let prefill = Supervisor::new(prefill, settings.prefill.is_empty());
     let own = [(Role::Decode, "decode", decode.address()), (Role::Prefill, "prefill", prefill.address())];
     let own = own.into_iter().filter_map(|(role, name, address)| Some((role, name, address?))).collect();
-    let discovery = fleet::supervised(own, fleet::fixed(&settings.decode, &settings.prefill));
-    let gateway = Gateway::start(settings, listener, discovery).await?;
+    let members = fleet::both(fleet::fixed(&settings.decode, &settings.prefill), fleet::supervised(own));
+    let gateway = Gateway::start(settings, listener, members).await?;
     let fleet = gateway.app.ctx.fleet.clone();
     let drain = gateway.shutdown_token();
 

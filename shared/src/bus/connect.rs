@@ -8,8 +8,9 @@ use tokio::sync::watch;
 
 /// Oldest server that this software is tested with; an older one gets a warning.
 pub const SERVER_FLOOR: (u64, u64, u64) = (2, 12, 7);
-/// A connection that is silent for about three of these is broken: a machine that slept finds out soon.
-const PING_INTERVAL: Duration = Duration::from_secs(5);
+/// A connection that is silent for about three of these is broken: a machine that slept finds out soon, and a gateway
+/// that can't hear anybody finds out before it takes them all for gone.
+pub const PING_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const LONGEST_DELAY: Duration = Duration::from_secs(4);

@@ -23,7 +23,7 @@ pub use command::{
     Action, AskSpec, CommandError, ExecSpec, LogsSpec, MAX_COMMAND_BYTES, Refusal, RefusalCode, Reply,
     SignedCommand, UnsignedCommand,
 };
-pub use connect::{Bus, BusError, SERVER_FLOOR, below_floor};
+pub use connect::{Bus, BusError, PING_INTERVAL, SERVER_FLOOR, below_floor};
 pub use gateway_beat::GatewayBeat;
 pub use heartbeat::{
     Cpu, Gpu, HEARTBEAT_INTERVAL, Heartbeat, HeartbeatError, Liveness, MAX_HEARTBEAT_BYTES, Memory,

@@ -62,10 +62,20 @@ struct State {
 impl FakeDecode {
     /// Starts it for a model, with the script of every answer.
     pub async fn start(model: &Path, script: Vec<Step>) -> Self {
+        Self::named("fake-decode", "127.0.0.1:0", model, script).await
+    }
+
+    /// The same at some address.
+    pub async fn listening_on(addr: &str, model: &Path, script: Vec<Step>) -> Self {
+        Self::named("fake-decode", addr, model, script).await
+    }
+
+    /// The same under a name.
+    pub async fn named(name: &str, addr: &str, model: &Path, script: Vec<Step>) -> Self {
         let cache = super::invented_cache(crate::tiny::LAYERS, "127.0.0.1:9");
         let vanish = CancellationToken::new();
         let state = Arc::new(State {
-            hello: super::hello(model, Role::Decode, Some(cache)),
+            hello: Hello { node: name.to_owned(), ..super::hello(model, Role::Decode, Some(cache)) },
             script: Mutex::new(script),
             prompts: Mutex::default(),
             running: Mutex::default(),
@@ -79,7 +89,7 @@ impl FakeDecode {
             stopped: Mutex::default(),
             vanish: vanish.clone(),
         });
-        let server = Server::start("127.0.0.1:0", state.clone()).await;
+        let server = Server::start(addr, state.clone()).await;
         let shutdown = server.shutdown.clone();
         tokio::spawn(async move {
             vanish.cancelled().await;

@@ -50,7 +50,12 @@ struct State {
 impl FakePrefill {
     /// Starts it alone; it can do everything but [`Play::Relay`].
     pub async fn start(model: &Path, play: Play) -> Self {
-        Self::with(super::hello(model, Role::Prefill, None), None, play).await
+        Self::listening_on("127.0.0.1:0", model, play).await
+    }
+
+    /// The same at some address.
+    pub async fn listening_on(addr: &str, model: &Path, play: Play) -> Self {
+        Self::with(addr, super::hello(model, Role::Prefill, None), None, play).await
     }
 
     /// Starts it before a real prefill worker. When that one dies, so do all connections here; when it is back, they
@@ -58,7 +63,7 @@ impl FakePrefill {
     pub async fn before(real: &str, play: Play) -> Self {
         let (client, mut hello) = dial(real).await.unwrap();
         hello.node = "relay".to_owned();
-        let fake = Self::with(hello, Some(client), play).await;
+        let fake = Self::with("127.0.0.1:0", hello, Some(client), play).await;
         let (state, addr, real) = (fake.state.clone(), fake.server.addr.clone(), real.to_owned());
         let (ended, mut server) = (fake.server.shutdown.clone(), None);
         tokio::spawn(async move {
@@ -83,7 +88,7 @@ impl FakePrefill {
         fake
     }
 
-    async fn with(hello: Hello, real: Option<Real>, play: Play) -> Self {
+    async fn with(addr: &str, hello: Hello, real: Option<Real>, play: Play) -> Self {
         let state = Arc::new(State {
             hello,
             real: Mutex::new(real),
@@ -94,7 +99,7 @@ impl FakePrefill {
             vanish: CancellationToken::new(),
             gone: CancellationToken::new(),
         });
-        let server = Server::start("127.0.0.1:0", state.clone()).await;
+        let server = Server::start(addr, state.clone()).await;
         let (vanish, shutdown) = (state.vanish.clone(), server.shutdown.clone());
         tokio::spawn(async move {
             vanish.cancelled().await;
