@@ -6,6 +6,7 @@ mod bus_keys;
 mod cli;
 mod deadlines;
 mod discovery;
+mod dialect;
 mod fleet;
 mod http;
 mod keys;

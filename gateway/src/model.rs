@@ -1,5 +1,6 @@
 //! What the gateway needs of a model: its name, tokenizer, chat template and end tokens. No weights.
 
+use crate::dialect::Dialect;
 use shared::model::{Model, ModelError};
 use shared::spec::{ModelSpec, SpecError, from_hf};
 use shared::template::{ChatTemplate, TemplateError};
@@ -16,6 +17,8 @@ pub(crate) struct TextModel {
     pub(crate) tokenizer: Tokenizer,
     /// Absent on base models, which serve `/v1/completions` only.
     pub(crate) template: Option<ChatTemplate>,
+    /// How it writes tool calls and thoughts.
+    pub(crate) dialect: Dialect,
 }
 
 impl TextModel {
@@ -42,7 +45,8 @@ impl TextModel {
             let model = Model::open(path)?;
             (model.spec, model.tokenizer, model.template)
         };
-        Ok(Self { name: name.unwrap_or_else(|| spec.name.clone()), spec, tokenizer, template })
+        let dialect = Dialect::detect(template.as_ref(), &spec.name);
+        Ok(Self { name: name.unwrap_or_else(|| spec.name.clone()), spec, tokenizer, template, dialect })
     }
 }
 

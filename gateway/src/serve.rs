@@ -96,8 +96,10 @@ impl Gateway {
         let (path, name) = (settings.model.clone(), settings.model_name.clone());
         let opened = tokio::task::spawn_blocking(move || TextModel::open(&path, name)).await;
         let opened = opened.map_err(|e| ServeError::Runtime(std::io::Error::other(e)))?;
-        let model =
+        let mut model =
             opened.map_err(|e| ServeError::Model { path: settings.model.clone(), source: Box::new(e) })?;
+        model.dialect =
+            model.dialect.with(settings.tool_parser.as_deref(), settings.reasoning_parser.as_deref());
         let fleet_shutdown = CancellationToken::new();
         let digest = model.tokenizer.digest();
         let bus = match &settings.bus {

@@ -1,6 +1,7 @@
 //! Settings of the gateway: flags, then environment, then the `[gateway]` section of a file, then defaults.
 
 use crate::access_log::Target;
+use crate::dialect;
 use crate::http::{Acceptor, Limits, Patience};
 use crate::keys::{self, ApiKey, KeyLimits};
 use serde::Deserialize;
@@ -106,6 +107,12 @@ pub(crate) struct GatewayArgs {
     /// After SIGTERM, how long running answers may take to finish [default: 30000]
     #[arg(long, env = "PD_BRIDGE_DRAIN_LIMIT_MS")]
     pub(crate) drain_limit_ms: Option<u64>,
+    /// Format of the model's tool calls: auto, hermes, llama3, mistral … [default: auto, from the chat template]
+    #[arg(long, env = "PD_BRIDGE_TOOL_PARSER")]
+    pub(crate) tool_parser: Option<String>,
+    /// Format of the model's thoughts: auto, none, qwen3, deepseek_r1 … [default: auto]
+    #[arg(long, env = "PD_BRIDGE_REASONING_PARSER")]
+    pub(crate) reasoning_parser: Option<String>,
     /// Log one JSON object per line
     #[arg(long, env = "PD_BRIDGE_LOG_JSON", num_args = 0..=1, default_missing_value = "true")]
     pub(crate) log_json: Option<bool>,
@@ -148,6 +155,8 @@ pub(crate) struct Settings {
     pub(crate) patience: Patience,
     pub(crate) reconnect_wait: Duration,
     pub(crate) drain_limit: Duration,
+    pub(crate) tool_parser: Option<String>,
+    pub(crate) reasoning_parser: Option<String>,
 }
 
 impl GatewayArgs {
@@ -188,6 +197,8 @@ impl GatewayArgs {
             write_timeout_ms: self.write_timeout_ms.or(f.write_timeout_ms),
             reconnect_wait_ms: self.reconnect_wait_ms.or(f.reconnect_wait_ms),
             drain_limit_ms: self.drain_limit_ms.or(f.drain_limit_ms),
+            tool_parser: self.tool_parser.or(f.tool_parser),
+            reasoning_parser: self.reasoning_parser.or(f.reasoning_parser),
             log_json: self.log_json.or(f.log_json),
         })
     }
@@ -248,6 +259,12 @@ impl GatewayArgs {
             patience,
             reconnect_wait: Duration::from_millis(self.reconnect_wait_ms.unwrap_or(20_000)),
             drain_limit: Duration::from_millis(self.drain_limit_ms.unwrap_or(30_000)),
+            tool_parser: one_of("gateway.tool_parser", self.tool_parser, &dialect::tool_formats())?,
+            reasoning_parser: one_of(
+                "gateway.reasoning_parser",
+                self.reasoning_parser,
+                &dialect::reasoning_formats(),
+            )?,
         })
     }
 }
@@ -277,6 +294,15 @@ fn at_least(key: &str, value: usize, least: usize) -> Result<usize, SettingsErro
         return Err(SettingsError::value(key, format!("{value} is too small, at least {least}")));
     }
     Ok(value)
+}
+
+fn one_of(key: &str, value: Option<String>, known: &[String]) -> Result<Option<String>, SettingsError> {
+    match value {
+        Some(name) if !known.contains(&name) => {
+            Err(SettingsError::value(key, format!("`{name}` is not one of {}", known.join(", "))))
+        }
+        value => Ok(value),
+    }
 }
 
 fn positive_ms(key: &str, value: Option<u64>, default: u64) -> Result<Duration, SettingsError> {
@@ -346,6 +372,7 @@ mod tests {
             a.node = Some("A.b".into());
         };
         assert!(resolve(misnamed).unwrap_err().contains("gateway.node"));
+        assert!(resolve(|a| a.tool_parser = Some("x".into())).unwrap_err().contains("hermes"));
         assert!(resolve(|a| a.max_in_flight = Some(0)).unwrap_err().contains("gateway.max_in_flight"));
     }
 

@@ -42,6 +42,19 @@ pub fn model() -> &'static Path {
     PATH.get_or_init(|| DIR.get().unwrap().path().join("tiny"))
 }
 
+/// Ids of plain text in the tiny model: three specials, then every byte in the order of [`byte_tokens`].
+#[must_use]
+pub fn ids(text: &str) -> Vec<u32> {
+    text.bytes().map(|b| u32::from(b) + SPECIAL.len() as u32).collect()
+}
+
+/// The text of ids in the tiny model, special tokens left out.
+#[must_use]
+pub fn text(ids: &[u32]) -> String {
+    let byte = |id: &u32| id.checked_sub(SPECIAL.len() as u32).map(|b| u8::try_from(b).unwrap());
+    String::from_utf8(ids.iter().filter_map(byte).collect()).unwrap()
+}
+
 /// Writes a model directory; the seed decides its weights.
 pub fn write(dir: &Path, attention: Attention, seed: u64) {
     std::fs::create_dir_all(dir).unwrap();

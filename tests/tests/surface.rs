@@ -4,15 +4,11 @@
 use pd_tests::fakes::{FakeDecode, Step};
 use pd_tests::http::{Event, post};
 use pd_tests::stack::Gateway;
-use pd_tests::{tiny, wait};
+use pd_tests::tiny::{self, ids};
+use pd_tests::wait;
 use serde_json::{Value, json};
 use shared::control::FinishReason::{Length, Stop};
 use std::time::Duration;
-
-/// Ids of plain ASCII in the tiny model: three specials, then bytes.
-fn ids(text: &str) -> Vec<u32> {
-    text.bytes().map(|b| u32::from(b) + 3).collect()
-}
 
 fn each(choice: u32, text: &str) -> Vec<Step> {
     ids(text).into_iter().map(|id| Step::TokensOf(choice, vec![id])).collect()
@@ -160,22 +156,14 @@ async fn a_stop_text_ends_its_choice_alone_and_never_leaks() {
     // The last open choice is stopped by ending the request.
     let endless = [vec![Step::Started], each(0, "a🦀b"), vec![Step::Silence]].concat();
     decode.play(endless);
-    let bytes: Vec<Step> = "a🦀b".bytes().map(|b| Step::Tokens(vec![byte_id(b)])).collect();
-    decode.play([vec![Step::Started], bytes, vec![Step::Silence]].concat());
     let got = stream(&gateway, CHAT, &chat(json!({"stop": "🦀b", "stream": true}))).await;
     assert!(got.contains(r#""content":"a""#) && !got.contains('🦀') && got.contains(r#""stop""#), "{got}");
     wait::until("a cancel", Duration::from_secs(5), || async { decode.cancelled().pop() }).await;
 }
 
-/// Id of a byte in the tiny model, whose vocabulary is in byte order.
-fn byte_id(byte: u8) -> u32 {
-    u32::from(byte) + 3
-}
-
 #[tokio::test]
 async fn chat_logprobs_have_tokens_bytes_and_alternatives() {
-    let crab: Vec<Step> = "a🦀".bytes().map(|b| Step::Tokens(vec![byte_id(b)])).collect();
-    let (decode, gateway) = alone([vec![Step::Started], crab, vec![Step::Finished(Stop)]].concat()).await;
+    let (decode, gateway) = alone(whole("a🦀")).await;
     let answer = ask(&gateway, CHAT, &chat(json!({"logprobs": true, "top_logprobs": 2}))).await;
     let content = answer["choices"][0]["logprobs"]["content"].as_array().unwrap().clone();
     assert_eq!(
@@ -312,4 +300,36 @@ async fn wrong_values_are_400_and_name_the_parameter() {
         assert_eq!(reply.json()["error"]["param"], param, "{body:.120}");
     }
     assert!(decode.specs().is_empty());
+}
+
+#[tokio::test]
+async fn texts_become_tokens_and_back() {
+    let (_decode, gateway) = alone(whole("ok")).await;
+    let post = async |path: &'static str, body: Value| {
+        let reply = post(&gateway.addr, path, &[], &body).await;
+        (reply.status.as_u16(), reply.json())
+    };
+    let want =
+        json!({"count": 3, "max_model_len": tiny::MAX_TOKENS, "tokens": ids("né"), "token_strs": null});
+    assert_eq!(post("/tokenize", json!({"prompt": "né"})).await, (200, want));
+    let (status, strs) = post("/tokenize", json!({"prompt": "a b", "return_token_strs": true})).await;
+    assert_eq!((status, &strs["token_strs"]), (200, &json!(["a", "Ġ", "b"])));
+    let (_, chat) = post("/tokenize", json!({"messages": [{"role": "user", "content": "hi"}]})).await;
+    let (status, back) = post("/detokenize", json!({"tokens": chat["tokens"]})).await;
+    assert_eq!(
+        (status, &back["prompt"]),
+        (200, &json!("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
+    );
+    for (path, body, param) in [
+        ("/tokenize", json!({}), "prompt"),
+        ("/tokenize", json!({"prompt": 1}), "prompt"),
+        ("/tokenize", json!({"prompt": "x", "messages": []}), "prompt"),
+        ("/tokenize", json!({"messages": [{"role": "user"}]}), "messages[0].content"),
+        ("/detokenize", json!({}), "tokens"),
+        ("/detokenize", json!({"tokens": [1, "x"]}), "tokens[1]"),
+        ("/detokenize", json!({"tokens": [999_999]}), "tokens[0]"),
+    ] {
+        let (status, reply) = post(path, body).await;
+        assert_eq!((status, &reply["error"]["param"]), (400, &json!(param)), "{path}");
+    }
 }

@@ -153,25 +153,32 @@ async fn tokenize_all(app: &Arc<App>, prompts: Vec<Prompt>) -> Result<Vec<TokenI
 
 async fn tokenize(app: &Arc<App>, prompt: Prompt) -> Result<TokenIds, ApiError> {
     let since = Instant::now();
-    let ids = match prompt {
-        Prompt::Ids(ids) => ids,
-        Prompt::Text(text, add_special) => {
-            let tokenizer = app.ctx.model.tokenizer.clone();
-            let long = text.len() >= LONG_TEXT_BYTES;
-            let encode = move || tokenizer.encode(&text, add_special);
-            let encoded = if long {
-                tokio::task::spawn_blocking(encode).await.map_err(|e| ApiError::internal(e.to_string()))?
-            } else {
-                encode()
-            };
-            encoded.map_err(|e| ApiError::invalid("prompt", e.to_string()))?
-        }
-    };
+    let ids = encode(app, prompt).await?;
     if ids.is_empty() {
         return Err(ApiError::invalid("prompt", "the prompt has no tokens"));
     }
     app.ctx.metrics.stage_ms(Stage::Tokenize, since.elapsed().as_secs_f64() * 1000.0);
     Ok(ids.into())
+}
+
+/// The tokens of a prompt, maybe none.
+///
+/// # Errors
+/// 400 where the tokenizer can't write the text.
+pub(super) async fn encode(app: &App, prompt: Prompt) -> Result<Vec<u32>, ApiError> {
+    let (text, add_special) = match prompt {
+        Prompt::Ids(ids) => return Ok(ids),
+        Prompt::Text(text, add_special) => (text, add_special),
+    };
+    let tokenizer = app.ctx.model.tokenizer.clone();
+    let long = text.len() >= LONG_TEXT_BYTES;
+    let encode = move || tokenizer.encode(&text, add_special);
+    let encoded = if long {
+        tokio::task::spawn_blocking(encode).await.map_err(|e| ApiError::internal(e.to_string()))?
+    } else {
+        encode()
+    };
+    encoded.map_err(|e| ApiError::invalid("prompt", e.to_string()))
 }
 
 /// When headers go out without a verdict. A client with a requirement is owed a refusal's real status, which

@@ -76,7 +76,8 @@ pub(super) fn set(response: &mut Response, verdict: &Verdict) {
 
 /// Middleware: every response of an inference endpoint has a verdict, whatever made it.
 pub(super) async fn always(request: Request, next: Next) -> Response {
-    let inference = matches!(request.uri().path(), "/v1/chat/completions" | "/v1/completions");
+    let inference =
+        matches!(request.uri().path(), "/v1/chat/completions" | "/v1/completions" | "/v1/responses");
     let mut response = next.run(request).await;
     if inference && !response.headers().contains_key(&VERDICT) {
         let reason = response.extensions().get::<Reason>().map_or("invalid_request", |r| r.0);

@@ -1,6 +1,7 @@
 //! Log probabilities in the two forms that OpenAI's endpoints have.
 
 use crate::pipeline::ScoredToken;
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use shared::tokenizer::Tokenizer;
@@ -9,7 +10,7 @@ use shared::tokenizer::Tokenizer;
 const LEAST: f32 = -9999.0;
 
 /// Log probabilities of a chat message.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, JsonSchema)]
 pub(super) struct ChatLogprobs {
     /// One for each token of the content.
     pub(super) content: Vec<TokenLogprob>,
@@ -18,7 +19,7 @@ pub(super) struct ChatLogprobs {
 }
 
 /// One token of a chat message.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub(super) struct TokenLogprob {
     /// Its text; U+FFFD stands for parts of a character.
     pub(super) token: String,
@@ -31,7 +32,7 @@ pub(super) struct TokenLogprob {
 }
 
 /// An alternative of a token.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub(super) struct TopLogprob {
     /// Its text.
     pub(super) token: String,
@@ -63,7 +64,7 @@ fn chat_token(tokenizer: &Tokenizer, scored: &ScoredToken) -> TokenLogprob {
 }
 
 /// Log probabilities of a completion, as parallel lists.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, JsonSchema)]
 pub(super) struct CompletionLogprobs {
     /// Where each token begins in the choice's text, in characters.
     pub(super) text_offset: Vec<u32>,

@@ -8,21 +8,27 @@ mod chat;
 mod completions;
 mod connections;
 mod error;
+mod form;
 mod head_limit;
 mod held;
 mod journal;
 mod logprobs;
 mod metadata;
 mod nodes;
+mod openapi;
 mod ops;
 mod overload;
 mod params;
 mod refused;
+mod responses;
 mod sampling;
+mod schema;
 mod server;
 mod sse;
 mod telling;
 mod tls;
+mod tokens;
+mod tools;
 mod usage;
 mod voice;
 mod write_clock;
@@ -67,8 +73,11 @@ pub(crate) struct App {
 pub(crate) fn router(app: Arc<App>) -> Router {
     let inference = Router::new()
         .route("/v1/chat/completions", post(chat::create))
-        .route("/v1/completions", post(completions::create));
+        .route("/v1/completions", post(completions::create))
+        .route("/v1/responses", post(responses::create));
     let rest = Router::new()
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .route("/v1/models", get(ops::models))
         .route("/v1/models/{id}", get(ops::model))
         .route("/v1/bridge/nodes", get(nodes::list))
@@ -80,6 +89,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .merge(rest)
         .layer(middleware::from_fn_with_state(app.clone(), auth::check))
         .merge(admin)
+        .route("/openapi.json", get(openapi::document))
         .route("/healthz", get(ops::healthz))
         .route("/readyz", get(ops::readyz))
         .fallback(ops::not_found)

@@ -1,9 +1,10 @@
 //! Token counts of an answer.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 /// OpenAI's usage object.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub(super) struct Usage {
     /// Tokens of all prompts.
     pub(super) prompt_tokens: u64,
@@ -16,7 +17,7 @@ pub(super) struct Usage {
 }
 
 /// Where prompt tokens came from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub(super) struct PromptTokensDetails {
     /// Served from cache, of any origin.
     pub(super) cached_tokens: u64,

@@ -15,6 +15,8 @@ pub(super) struct Choices {
 struct Choice {
     text: AnswerText,
     completion_tokens: u32,
+    /// Tokens of pieces that had nothing to tell yet.
+    untold: u32,
     /// The client has its end.
     ended: bool,
     /// The decoder has reported its end.
@@ -36,6 +38,7 @@ impl Choices {
         let choice = || Choice {
             text: AnswerText::new(tokenizer, spec),
             completion_tokens: 0,
+            untold: 0,
             ended: false,
             reported: false,
         };
@@ -119,7 +122,12 @@ impl Choice {
     fn news(&mut self, said: Said, finish: Option<Finish>) -> News {
         let finish = if said.stopped { Some(Finish::Stop) } else { finish };
         self.ended = finish.is_some();
-        News { piece: said.piece, used: said.used, end: finish.map(|f| (f, self.completion_tokens)) }
+        self.untold += said.used;
+        let mut piece = said.piece;
+        if !piece.is_empty() {
+            piece.used = std::mem::take(&mut self.untold);
+        }
+        News { piece, used: said.used, end: finish.map(|f| (f, self.completion_tokens)) }
     }
 }
 

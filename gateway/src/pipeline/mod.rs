@@ -15,7 +15,7 @@ mod stop;
 mod text;
 
 pub(crate) use failure::{Failure, FailureKind};
-pub(crate) use spec::{AnswerSpec, Finish, Piece, ScoredToken};
+pub(crate) use spec::{AnswerSpec, Finish, Piece, ScoredToken, Shaped};
 pub(crate) use text::AnswerText;
 
 use crate::fleet::Fleet;

@@ -39,6 +39,8 @@ pub(crate) struct Piece {
     pub(crate) text: String,
     /// Empty unless log probabilities were asked for.
     pub(crate) tokens: Vec<ScoredToken>,
+    /// Tokens that the decoder has produced since the piece before.
+    pub(crate) used: u32,
 }
 
 impl Piece {

@@ -1,17 +1,24 @@
 //! `POST /v1/chat/completions`
 
-mod messages;
+pub(super) mod messages;
+pub(super) mod prompt;
 mod voice;
-mod wire;
+pub(super) mod wire;
 
 use super::App;
 use super::answer::{Exchange, Prompt, Request, answer};
 use super::bridge_headers::Asked;
 use super::error::ApiError;
+use super::form;
 use super::ops::check_model;
 use super::params::{Fields, wrong_type};
 use super::sampling::{Common, MAX_TOP_LOGPROBS, max_tokens};
+use super::tools::Tools;
+use super::tools::grammar::{self, Thinking};
+use super::tools::reader::Reading;
 use super::write_clock::WriteClock;
+use crate::model::TextModel;
+use crate::pipeline::{AnswerSpec, Shaped};
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
@@ -52,15 +59,13 @@ fn read(app: &App, f: &Fields) -> Result<Request, ApiError> {
         None => max_tokens(f, "max_tokens", 1)?,
     };
     let messages = messages::read(f)?;
-    let template = model.template.as_ref().ok_or_else(|| {
-        ApiError::unsupported("messages", "this model has no chat template; use /v1/completions")
-    })?;
+    let tools = Tools::read(f)?;
     let extra = template_arguments(f)?;
     let generation_prompt =
         f.value("add_generation_prompt").is_none() || f.boolean("add_generation_prompt")?;
-    let text = template
-        .render(&messages, None, generation_prompt, &extra)
-        .map_err(|e| ApiError::invalid("messages", format!("the chat template refused: {e}")))?;
+    let offered = if tools.offered() { tools.list.as_slice() } else { &[] };
+    let text = prompt::render(&model, &messages, offered, generation_prompt, &extra)?;
+    let reading = shaped(&model, &mut spec, tools, form::read(f)?.as_ref(), &text);
     let choices = spec.choices as usize;
     let scored = spec.logprobs.is_some();
     Ok(Request {
@@ -69,13 +74,35 @@ fn read(app: &App, f: &Fields) -> Result<Request, ApiError> {
         spec,
         stream,
         voice: Box::new(move |head, _| {
-            Box::new(ChatVoice::new(model, head, choices, scored, stream, include_usage))
+            Box::new(ChatVoice::new(model, head, choices, &reading, scored, stream, include_usage))
         }),
     })
 }
 
+/// Puts the constraint into the answer's description; returns how to read what comes.
+pub(super) fn shaped(
+    model: &TextModel,
+    spec: &mut AnswerSpec,
+    tools: Tools,
+    form: Option<&Shaped>,
+    prompt: &str,
+) -> Reading {
+    let dialect = model.dialect.clone();
+    let thought_is_open = dialect.reasoning.is_some() && prompt.trim_end().ends_with("<think>");
+    let thought_is_over = prompt.trim_end().ends_with("</think>");
+    let thinking = match &dialect.reasoning {
+        Some(_) if thought_is_open => Some(Thinking::Open),
+        Some(_) if !thought_is_over => Some(Thinking::Possible),
+        _ => None,
+    };
+    let rule = grammar::rule(&dialect, &tools, form, thinking);
+    spec.constraint = rule.constraint;
+    spec.keep_special |= dialect.needs_special(tools.offered());
+    Reading { dialect, tools, plain_json: rule.plain_json, thought_is_open }
+}
+
 /// Variables of the template that the client sets.
-fn template_arguments(f: &Fields) -> Result<Map<String, Value>, ApiError> {
+pub(super) fn template_arguments(f: &Fields) -> Result<Map<String, Value>, ApiError> {
     let mut extra = match f.value("chat_template_kwargs") {
         None => Map::new(),
         Some(Value::Object(extra)) => extra.clone(),

@@ -1,7 +1,11 @@
 //! Says chat answers, as a stream or whole.
 
-use super::wire::{ChatChoice, ChatCompletion, ChatMessage, ChunkChoice, Delta};
+use super::wire::{
+    ChatChoice, ChatCompletion, ChatMessage, ChunkChoice, Delta, FunctionCall, FunctionDelta, ToolCall,
+    ToolCallDelta,
+};
 use crate::http::logprobs::ChatLogprobs;
+use crate::http::tools::reader::{Part, Reader, Reading};
 use crate::http::usage::Usage;
 use crate::http::voice::{ChunkFrame, Frames, Head, Voice, reason};
 use crate::model::TextModel;
@@ -20,11 +24,12 @@ pub(super) struct ChatVoice {
     choices: Vec<Choice>,
 }
 
-/// What a whole answer will say.
-#[derive(Default)]
 struct Choice {
-    content: String,
+    reader: Reader,
+    /// Tokens that were not told yet.
     logprobs: ChatLogprobs,
+    /// Whole answers: what was said.
+    message: ChatMessage,
     finish_reason: &'static str,
 }
 
@@ -33,28 +38,51 @@ impl ChatVoice {
         model: Arc<TextModel>,
         head: Head,
         choices: usize,
+        reading: &Reading,
         scored: bool,
         stream: bool,
         include_usage: bool,
     ) -> Self {
         let head = Head { id: format!("chatcmpl-{}", head.id), ..head };
+        let choice = || Choice {
+            reader: Reader::new(reading),
+            logprobs: ChatLogprobs::default(),
+            message: ChatMessage { role: "assistant", ..ChatMessage::default() },
+            finish_reason: "stop",
+        };
         Self {
             frame: stream.then(|| ChunkFrame::new(&head, "chat.completion.chunk", include_usage)),
             model,
             head,
             include_usage,
             scored,
-            choices: std::iter::repeat_with(Choice::default).take(choices).collect(),
+            choices: std::iter::repeat_with(choice).take(choices).collect(),
+        }
+    }
+
+    fn say(&mut self, index: usize, parts: Vec<Part>, out: &mut Frames) {
+        let choice = &mut self.choices[index];
+        let Some(frame) = &self.frame else {
+            parts.into_iter().for_each(|part| choice.message.add(part));
+            return;
+        };
+        for part in &parts {
+            // Tokens whose text was held back come with the next part.
+            let logprobs = self.scored.then(|| std::mem::take(&mut choice.logprobs));
+            frame.choice(&ChunkChoice { index, delta: delta(part), logprobs, finish_reason: None }, out);
         }
     }
 
     fn whole(&mut self, usage: &Usage) -> ChatCompletion {
         let scored = self.scored;
-        let choice = |(index, choice): (usize, Choice)| ChatChoice {
-            index,
-            message: ChatMessage { role: "assistant", content: Some(choice.content), refusal: None },
-            logprobs: scored.then_some(choice.logprobs),
-            finish_reason: choice.finish_reason,
+        let choice = |(index, choice): (usize, Choice)| {
+            let mut message = choice.message;
+            if message.tool_calls.is_empty() {
+                message.content.get_or_insert_default();
+            }
+            message.reasoning.clone_from(&message.reasoning_content);
+            let logprobs = scored.then_some(choice.logprobs);
+            ChatChoice { index, message, logprobs, finish_reason: choice.finish_reason }
         };
         ChatCompletion {
             id: self.head.id.clone(),
@@ -71,8 +99,8 @@ impl Voice for ChatVoice {
     fn started(&mut self, _: usize, out: &mut Frames) {
         let Some(frame) = &self.frame else { return };
         for index in 0..self.choices.len() {
-            let delta = Delta { role: Some("assistant"), content: Some("") };
-            frame.choice(&ChunkChoice { index, delta, logprobs: None, finish_reason: None }, out);
+            let delta = Delta { role: Some("assistant"), content: Some(""), ..Delta::default() };
+            frame.choice(&ChunkChoice { index, delta, ..ChunkChoice::default() }, out);
         }
     }
 
@@ -80,32 +108,27 @@ impl Voice for ChatVoice {
     fn prompt(&mut self, _: usize, _: Vec<TokenLogprobs>, _: &mut Frames) {}
 
     fn said(&mut self, index: usize, piece: Piece, out: &mut Frames) {
-        match &self.frame {
-            Some(frame) => {
-                let mut logprobs = self.scored.then(ChatLogprobs::default);
-                if let Some(logprobs) = &mut logprobs {
-                    logprobs.extend(&self.model.tokenizer, &piece.tokens);
-                }
-                let delta = Delta { content: Some(&piece.text), ..Delta::default() };
-                frame.choice(&ChunkChoice { index, delta, logprobs, finish_reason: None }, out);
-            }
-            None => {
-                let choice = &mut self.choices[index];
-                choice.content.push_str(&piece.text);
-                choice.logprobs.extend(&self.model.tokenizer, &piece.tokens);
-            }
+        let choice = &mut self.choices[index];
+        if self.scored {
+            choice.logprobs.extend(&self.model.tokenizer, &piece.tokens);
         }
+        let parts = choice.reader.push(&piece.text);
+        self.say(index, parts, out);
     }
 
     fn finished(&mut self, index: usize, finish: Finish, out: &mut Frames) {
-        let finish_reason = reason(finish);
-        match &self.frame {
-            Some(frame) => {
-                let delta = Delta::default();
-                let last = ChunkChoice { index, delta, logprobs: None, finish_reason: Some(finish_reason) };
-                frame.choice(&last, out);
-            }
-            None => self.choices[index].finish_reason = finish_reason,
+        let parts = self.choices[index].reader.finish();
+        self.say(index, parts, out);
+        let choice = &mut self.choices[index];
+        choice.finish_reason = match finish {
+            Finish::Stop if choice.reader.called() => "tool_calls",
+            finish => reason(finish),
+        };
+        if let Some(frame) = &self.frame {
+            let rest = std::mem::take(&mut choice.logprobs);
+            let logprobs = (self.scored && !rest.content.is_empty()).then_some(rest);
+            let finish_reason = Some(choice.finish_reason);
+            frame.choice(&ChunkChoice { index, logprobs, finish_reason, ..ChunkChoice::default() }, out);
         }
     }
 
@@ -121,6 +144,44 @@ impl Voice for ChatVoice {
                 let whole = self.whole(usage);
                 out.body(&whole);
             }
+        }
+    }
+}
+
+impl ChatMessage {
+    fn add(&mut self, part: Part) {
+        match part {
+            Part::Thought(text) => self.reasoning_content.get_or_insert_default().push_str(&text),
+            Part::Text(text) => self.content.get_or_insert_default().push_str(&text),
+            Part::Call { id, name, .. } => self.tool_calls.push(ToolCall {
+                id,
+                kind: "function",
+                function: FunctionCall { name, arguments: String::new() },
+            }),
+            Part::Arguments { json, .. } => {
+                if let Some(call) = self.tool_calls.last_mut() {
+                    call.function.arguments.push_str(&json);
+                }
+            }
+        }
+    }
+}
+
+fn delta(part: &Part) -> Delta<'_> {
+    let call = |index, id, kind, function| Delta {
+        tool_calls: Some([ToolCallDelta { index, id, kind, function }]),
+        ..Delta::default()
+    };
+    match part {
+        Part::Thought(text) => {
+            Delta { reasoning_content: Some(text), reasoning: Some(text), ..Delta::default() }
+        }
+        Part::Text(text) => Delta { content: Some(text), ..Delta::default() },
+        Part::Call { index, id, name } => {
+            call(*index, Some(id), Some("function"), FunctionDelta { name: Some(name), arguments: "" })
+        }
+        Part::Arguments { index, json } => {
+            call(*index, None, None, FunctionDelta { name: None, arguments: json })
         }
     }
 }

@@ -1,12 +1,13 @@
 //! `POST /v1/completions`
 
 mod prompt;
-mod voice;
+pub(super) mod voice;
 
 use super::App;
 use super::answer::{Exchange, Prompt, Request, answer};
 use super::bridge_headers::Asked;
 use super::error::ApiError;
+use super::form;
 use super::ops::check_model;
 use super::params::{Fields, wrong_type};
 use super::sampling::{Common, MAX_TOP_LOGPROBS, max_tokens};
@@ -54,6 +55,7 @@ fn read(app: &App, f: &Fields) -> Result<Request, ApiError> {
     // With nothing to add, only the echo is of interest.
     let least = i64::from(!echo);
     spec.max_new_tokens = Some(max_tokens(f, "max_tokens", least)?.unwrap_or(DEFAULT_MAX_TOKENS));
+    spec.constraint = form::read(f)?;
     let choices = spec.choices;
     let scored = spec.logprobs.is_some();
     let texts: Vec<Option<String>> = prompts

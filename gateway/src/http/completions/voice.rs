@@ -5,13 +5,14 @@ use crate::http::usage::Usage;
 use crate::http::voice::{ChunkFrame, Frames, Head, Voice, reason};
 use crate::model::TextModel;
 use crate::pipeline::{AnswerText, Finish, Piece};
+use schemars::JsonSchema;
 use serde::Serialize;
 use shared::control::TokenLogprobs;
 use shared::tokens::TokenIds;
 use std::sync::Arc;
 
 /// A whole completion.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Completion {
     id: String,
     /// `text_completion`
@@ -23,8 +24,22 @@ pub(crate) struct Completion {
     usage: Usage,
 }
 
+/// A part of a completion, as a stream sends it.
+#[derive(JsonSchema)]
+#[allow(dead_code, reason = "written in pieces, described as one")]
+pub(crate) struct CompletionChunk {
+    id: String,
+    /// `text_completion`
+    object: String,
+    /// Seconds since 1970.
+    created: u64,
+    model: String,
+    choices: Vec<CompletionChoice>,
+    usage: Option<Usage>,
+}
+
 /// One choice, or a part of one.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, JsonSchema)]
 pub(crate) struct CompletionChoice {
     index: usize,
     text: String,
