@@ -77,8 +77,8 @@ class Contestant:
     def start(self, prefix):
         self.log = open(self.scratch / f"{self.name}.log", "wb")
         self.process = subprocess.Popen([*prefix, *map(str, self.command())], stdin=subprocess.DEVNULL, stdout=self.log,
-                                        stderr=self.log, env=os.environ | self.environment(), start_new_session=True)
-        end = time.monotonic() + 180
+                                        stderr=self.log, env=os.environ | self.environment())
+        end = time.monotonic() + 400
         while not self.answers():
             if self.process.poll() is not None or time.monotonic() > end:
                 tail = (self.scratch / f"{self.name}.log").read_text(errors="replace")[-2000:]
@@ -128,7 +128,7 @@ class Direct(Contestant):
 
 
 class Ours(Contestant):
-    name, settings = "pd-bridge", "defaults; max_in_flight raised to 2048"
+    name, settings = "pd-bridge", "defaults; --max-in-flight 2048"
 
     def command(self):
         return [self.source["bin"] / "pd-bridge", "gateway", "--listen", self.addr, "--decode", self.source["control"],

@@ -91,7 +91,7 @@ impl<'a> Attempt<'a> {
 
     async fn answer(&mut self, last: &mut Verdict) -> Result<(), Stop> {
         let chosen = self.choose().await?;
-        let Chosen { decoder, mut guard, max_new_tokens, queue, keys, peer, plan } = chosen;
+        let Chosen { decoder, mut guard, max_new_tokens, queue, keys, peer, plan, events } = chosen;
         self.keys = keys;
         let mut bridge = None;
         match plan {
@@ -105,7 +105,10 @@ impl<'a> Attempt<'a> {
                 }
             }
         }
-        let events = self.generate(&decoder, max_new_tokens, bridge.as_ref()).await?;
+        let events = match events {
+            Some(events) => events,
+            None => self.generate(&decoder, max_new_tokens, bridge.as_ref()).await?,
+        };
         let run = Running { decoder: &decoder, guard: &mut guard, events, bridge, queue };
         Box::pin(self.follow(run, last)).await
     }
@@ -124,13 +127,24 @@ impl<'a> Attempt<'a> {
         Ok(self.job.spec.max_new_tokens.map_or(room, |wanted| wanted.clamp(1, room)))
     }
 
-    pub(super) async fn prepare(&self, decoder: &DecodeLink) -> Result<(u32, u32), Stop> {
+    pub(super) async fn prepare(&self, decoder: &DecodeLink) -> Result<EventStream<DecodeEvent>, Stop> {
         let request = DecodeRequest::Prepare {
             request_id: self.worker_id.clone(),
             tokens: self.job.tokens.clone(),
             constraint: self.job.spec.constraint.as_ref().map(|shaped| shaped.constraint.clone()),
         };
-        match self.call(decoder, &request).await? {
+        decoder.client.request(&request).await.map_err(lost)
+    }
+
+    /// The answer to `prepare`: resident positions and requests ahead.
+    pub(super) async fn prepared(
+        &self,
+        decoder: &DecodeLink,
+        mut answer: EventStream<DecodeEvent>,
+    ) -> Result<(u32, u32), Stop> {
+        let limit = deadlines::exchange(self.prompt_tokens);
+        let answered = tokio::time::timeout(limit, answer.only()).await;
+        match answered.unwrap_or(Err(ControlError::Timeout(limit))).map_err(lost)? {
             DecodeEvent::Prepared { resident_tokens, queue, rates } => {
                 decoder.learn(rates);
                 Ok((resident_tokens, queue))
@@ -214,7 +228,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    async fn generate(
+    pub(super) async fn generate(
         &self,
         decoder: &DecodeLink,
         max_new_tokens: u32,

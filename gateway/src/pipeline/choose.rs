@@ -5,7 +5,7 @@ use super::attempt::{Attempt, Stop};
 use super::guard::DecodeGuard;
 use crate::fleet::{Candidate, DecodeLink, Pairing, PrefillLink};
 use crate::planner::{Plan, Ranked, Wanted, rank};
-use shared::control::{Require, WorkerErrorCode};
+use shared::control::{DecodeEvent, EventStream, Require, WorkerErrorCode};
 use shared::keys::{BlockKey, tokens_digest};
 use std::sync::Arc;
 
@@ -28,7 +28,12 @@ pub(super) struct Chosen {
     pub(super) keys: Arc<[BlockKey]>,
     pub(super) peer: Option<Peer>,
     pub(super) plan: Plan,
+    /// The answer, if it was asked for already.
+    pub(super) events: Option<Events>,
 }
+
+/// What a decoder sends.
+type Events = EventStream<DecodeEvent>;
 
 impl Attempt<'_> {
     /// Asks the decoder that looks best what it holds of the prompt, and takes it unless its answer makes another
@@ -55,7 +60,12 @@ impl Attempt<'_> {
                 }
             };
             let guard = DecodeGuard::new(&decoder, &self.worker_id, self.prompt_tokens);
-            let (resident_tokens, queue) = match self.prepare(&decoder).await {
+            let answered =
+                match self.prepare_or_more(&wanted, &candidates, best.decoder, max_new_tokens).await {
+                    Ok((answer, events)) => self.prepared(&decoder, answer).await.map(|told| (told, events)),
+                    Err(stop) => Err(stop),
+                };
+            let ((resident_tokens, queue), events) = match answered {
                 Ok(prepared) => prepared,
                 Err(stop) if is_its_own(&stop) => {
                     refused = stop;
@@ -75,9 +85,28 @@ impl Attempt<'_> {
             let Candidate { keys, mut peers, .. } = candidates.swap_remove(best.decoder);
             let Some(Ranked { peer, plan, .. }) = now.first().copied() else { break };
             let peer = peer.map(|i| peers.swap_remove(i));
-            return Ok(Chosen { decoder, guard, max_new_tokens, queue, keys, peer, plan });
+            return Ok(Chosen { decoder, guard, max_new_tokens, queue, keys, peer, plan, events });
         }
         Err(refused)
+    }
+
+    /// Announces the prompt to a decoder; asks for the answer in the same breath where the plan is certain.
+    async fn prepare_or_more(
+        &self,
+        wanted: &Wanted,
+        candidates: &[Candidate],
+        at: usize,
+        max_new_tokens: u32,
+    ) -> Result<(Events, Option<Events>), Stop> {
+        let decoder = &candidates[at].decoder;
+        let answer = self.prepare(decoder).await?;
+        // A constraint is compiled before `prepare` is answered, and only then can the answer begin.
+        let is_certain = candidates.len() == 1
+            && self.job.spec.constraint.is_none()
+            && wanted.is_alone_for_certain(!candidates[at].peers.is_empty());
+        let events =
+            if is_certain { Some(self.generate(decoder, max_new_tokens, None).await?) } else { None };
+        Ok((answer, events))
     }
 
     fn wanted(&self) -> Wanted {

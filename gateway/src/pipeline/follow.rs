@@ -14,7 +14,9 @@ use shared::control::{
 };
 use shared::verdict::{Verdict, VerdictKind};
 use shared::wire::AbortCode;
+use std::pin::pin;
 use std::time::Duration;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, sleep_until, timeout};
 
 /// The report of a finished transfer normally arrives long before the first token; if not, it is worth
@@ -41,7 +43,13 @@ impl Attempt<'_> {
         let mut prompt_scores: Vec<TokenLogprobs> = Vec::new();
         let mut previous: Option<Instant> = None;
         let mut deadline = Instant::now() + self.prompt_wait(&run, self.prompt_tokens);
+        // One timer for all waits. Deadlines move on with every token, so it is set anew only when it fires too early
+        // or would fire too late.
+        let mut timer = pin!(sleep_until(deadline));
         loop {
+            if deadline < timer.deadline() {
+                timer.as_mut().reset(deadline);
+            }
             let event = tokio::select! {
                 biased;
                 event = run.events.next() => event,
@@ -51,7 +59,13 @@ impl Attempt<'_> {
                     }
                     continue;
                 }
-                () = sleep_until(deadline) => return Err(FailureKind::Timeout("the decode worker").into()),
+                () = &mut timer => {
+                    if deadline <= Instant::now() {
+                        return Err(FailureKind::Timeout("the decode worker").into());
+                    }
+                    timer.as_mut().reset(deadline);
+                    continue;
+                }
             };
             let now = Instant::now();
             let event = match event {
@@ -259,6 +273,10 @@ impl Attempt<'_> {
 
     /// Hands an event to the client's side; a client that takes nothing for long must not hold both workers.
     async fn send(&self, event: Event) -> Result<(), Stop> {
+        let event = match self.out.try_send(event) {
+            Ok(()) | Err(TrySendError::Closed(_)) => return Ok(()),
+            Err(TrySendError::Full(event)) => event,
+        };
         match timeout(CLIENT_STALL, self.out.send(event)).await {
             // A closed channel ends the whole task from outside, so that result does not matter here.
             Ok(_) => Ok(()),

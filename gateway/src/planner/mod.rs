@@ -249,6 +249,16 @@ mod tests {
 
     proptest! {
         #[test]
+        fn alone_for_certain_is_alone_with_any_resident_prefix(s in situations(), resident in 0u32..300_000) {
+            let other = Situation { resident_tokens: resident % s.prompt_tokens, ..s };
+            let wanted = Wanted { prompt_tokens: s.prompt_tokens, prefix: 0, route: s.route, require: s.require,
+                min_bridge_tokens: s.min_bridge_tokens };
+            if wanted.is_alone_for_certain(s.prefill.is_some()) {
+                prop_assert!(matches!(plan(&other), Plan::Native(_) | Plan::Warm), "{:?}", plan(&other));
+            }
+        }
+
+        #[test]
         fn every_plan_is_possible_and_allowed(s in situations()) {
             let plan = plan(&s);
             let end = s.prompt_tokens - 1;

@@ -33,6 +33,19 @@ pub(crate) struct Wanted {
     pub(crate) min_bridge_tokens: u32,
 }
 
+impl Wanted {
+    /// Whether a decoder works alone whatever its store holds, so that `generate` need not wait for `prepare`.
+    pub(crate) fn is_alone_for_certain(&self, has_prefill: bool) -> bool {
+        let short = self.prompt_tokens.saturating_sub(1) < self.min_bridge_tokens;
+        self.require == Require::Nothing
+            && match self.route {
+                Route::Native => true,
+                Route::Auto => short || !has_prefill,
+                Route::Bridge => !has_prefill,
+            }
+    }
+}
+
 /// How much a worker can be counted on; an earlier one is always preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Tier {

@@ -137,13 +137,7 @@ where
     /// # Errors
     /// [`ControlError::Timeout`], [`ControlError::Closed`], [`ControlError::Unexpected`] on a binary answer.
     pub async fn call(&self, body: &Req, timeout: Duration) -> Result<Ev, ControlError> {
-        let exchange = async {
-            match self.request(body).await?.next().await {
-                Some(Incoming::Event(event)) => Ok(event),
-                Some(Incoming::Binary(_)) => Err(ControlError::Unexpected("a binary message".to_owned())),
-                None => Err(ControlError::Closed),
-            }
-        };
+        let exchange = async { self.request(body).await?.only().await };
         tokio::time::timeout(timeout, exchange).await.map_err(|_| ControlError::Timeout(timeout))?
     }
 
@@ -186,6 +180,18 @@ impl<Ev> EventStream<Ev> {
         let (arrived, message) = self.rx.recv().await?;
         self.arrived = arrived;
         Some(message)
+    }
+
+    /// The answer of a request that has only one.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`], [`ControlError::Unexpected`] on a binary answer.
+    pub async fn only(&mut self) -> Result<Ev, ControlError> {
+        match self.next().await {
+            Some(Incoming::Event(event)) => Ok(event),
+            Some(Incoming::Binary(_)) => Err(ControlError::Unexpected("a binary message".to_owned())),
+            None => Err(ControlError::Closed),
+        }
     }
 
     /// When the last message that [`Self::next`] returned was read from the socket.

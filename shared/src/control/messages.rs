@@ -41,7 +41,8 @@ pub enum DecodeRequest {
         /// What broke.
         abort: Abort,
     },
-    /// Answers a prepared request. Events: [`DecodeEvent::Progress`]*, [`DecodeEvent::Started`],
+    /// Answers a prepared request. A gateway whose plan is certain sends it right behind `prepare`, without a constraint,
+    /// and does not wait for that answer. Events: [`DecodeEvent::Progress`]*, [`DecodeEvent::Started`],
     /// [`DecodeEvent::PromptLogprobs`]*, [`DecodeEvent::Token`]*, then one [`DecodeEvent::Finished`] per choice or one
     /// [`DecodeEvent::Error`].
     Generate(GenerateSpec),

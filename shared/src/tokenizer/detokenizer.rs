@@ -24,7 +24,7 @@ enum State {
 
 impl Detokenizer {
     pub(super) fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
-        let state = if tokenizer.is_byte_level() {
+        let state = if tokenizer.spelling().is_some() {
             State::Bytes(Vec::new())
         } else {
             State::Window { ids: Vec::new(), context: 0, emitted: String::new() }
@@ -39,10 +39,10 @@ impl Detokenizer {
     pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
         match &mut self.state {
             State::Bytes(pending) => {
-                if let Some(token) = self.tokenizer.id_to_token(id)
-                    && !(self.skip_special && self.tokenizer.is_special(id))
+                if let Some(spelling) = self.tokenizer.spelling()
+                    && !(self.skip_special && spelling.is_special(id))
                 {
-                    append_token_bytes(pending, &token);
+                    pending.extend_from_slice(spelling.bytes(id));
                 }
                 Ok(take_certain(pending))
             }
@@ -85,40 +85,6 @@ impl Detokenizer {
     }
 }
 
-/// Bytes of a byte-level token.
-pub(super) fn token_bytes(token: &str) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(token.len());
-    append_token_bytes(&mut bytes, token);
-    bytes
-}
-
-/// Bytes of a byte-level token; a token outside the byte alphabet (an added token) stands for its own spelling.
-fn append_token_bytes(out: &mut Vec<u8>, token: &str) {
-    let start = out.len();
-    for c in token.chars() {
-        match byte_of(c) {
-            Some(byte) => out.push(byte),
-            None => {
-                out.truncate(start);
-                out.extend_from_slice(token.as_bytes());
-                return;
-            }
-        }
-    }
-}
-
-/// Inverse of GPT-2's byte alphabet, which spells printable Latin-1 as itself and moves the other 68 bytes to U+0100 on.
-fn byte_of(c: char) -> Option<u8> {
-    let code = u32::from(c);
-    match code {
-        0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => u8::try_from(code).ok(),
-        0x100..=0x120 => u8::try_from(code - 0x100).ok(),
-        0x121..=0x142 => u8::try_from(code - 0x121 + 0x7F).ok(),
-        0x143 => Some(0xAD),
-        _ => None,
-    }
-}
-
 /// Take all text that later bytes cannot change, broken sequences as U+FFFD; an incomplete character stays.
 fn take_certain(pending: &mut Vec<u8>) -> String {
     let mut out = String::new();
@@ -149,15 +115,6 @@ fn is_incomplete(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_byte_has_one_character() {
-        let mut seen: Vec<u8> = (0..0x144u32).filter_map(char::from_u32).filter_map(byte_of).collect();
-        seen.sort_unstable();
-        assert_eq!(seen, (0..=255).collect::<Vec<u8>>());
-        assert_eq!(byte_of('\u{120}'), Some(b' '));
-        assert_eq!(byte_of('\u{10A}'), Some(b'\n'));
-    }
 
     proptest::proptest! {
         #[test]

@@ -3,14 +3,20 @@
 mod detokenizer;
 mod error;
 mod gguf;
+mod segments;
+mod spelling;
+mod words;
 
 pub use detokenizer::Detokenizer;
 pub use error::TokenizerError;
 
 use crate::weights::gguf::GgufFile;
+use segments::Segments;
+use spelling::Spelling;
 use std::path::Path;
 use std::sync::Arc;
 use tokenizers::DecoderWrapper;
+use words::Words;
 
 /// A model's tokenizer. Clones share one vocabulary.
 #[derive(Clone, Debug)]
@@ -21,7 +27,10 @@ pub struct Tokenizer {
 #[derive(Debug)]
 struct Inner {
     tokenizer: tokenizers::Tokenizer,
-    byte_level: bool,
+    /// Byte-level vocabularies: what each id stands for.
+    spelling: Option<Spelling>,
+    segments: Option<Segments>,
+    words: Option<Words>,
     digest: [u8; 32],
 }
 
@@ -54,8 +63,11 @@ impl Tokenizer {
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|e| TokenizerError::Invalid(e.to_string()))?;
         let byte_level = matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_)));
+        let spelling = byte_level.then(|| Spelling::of(&tokenizer));
+        let segments = Segments::of(&tokenizer);
+        let words = Words::of(&tokenizer);
         let digest = digest_of(b"json", bytes);
-        Ok(Self { inner: Arc::new(Inner { tokenizer, byte_level, digest }) })
+        Ok(Self { inner: Arc::new(Inner { tokenizer, spelling, segments, words, digest }) })
     }
 
     pub(crate) fn from_gguf(file: &GgufFile) -> Result<Self, TokenizerError> {
@@ -68,11 +80,10 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError::Invalid`] when the library fails, for instance on a vocabulary without an unknown token.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TokenizerError> {
-        self.inner
-            .tokenizer
-            .encode_fast(text, add_special)
-            .map(|encoding| encoding.get_ids().to_vec())
-            .map_err(|e| TokenizerError::Invalid(e.to_string()))
+        match &self.inner.segments {
+            Some(segments) if !add_special => segments.encode(text, |segment| self.encode_segment(segment)),
+            _ => self.encode_whole(text, add_special),
+        }
     }
 
     /// Decode ids to text without special tokens. Broken UTF-8 becomes U+FFFD; unknown ids are skipped.
@@ -138,8 +149,8 @@ impl Tokenizer {
             return None;
         }
         let token = self.id_to_token(id)?;
-        if self.is_byte_level() {
-            return Some(detokenizer::token_bytes(&token));
+        if let Some(spelling) = self.spelling() {
+            return Some(spelling.bytes(id).to_vec());
         }
         let hex = token.strip_prefix("<0x").and_then(|t| t.strip_suffix('>')).filter(|hex| hex.len() == 2);
         match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
@@ -151,13 +162,34 @@ impl Tokenizer {
     /// Whether the vocabulary spells bytes in GPT-2's alphabet.
     #[must_use]
     pub fn is_byte_level(&self) -> bool {
-        self.inner.byte_level
+        self.inner.spelling.is_some()
     }
 
     /// BLAKE3 of the tokenizer's definition.
     #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         self.inner.digest
+    }
+
+    /// Encodes a text that holds no added token.
+    fn encode_segment(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let inner = &*self.inner;
+        match inner.words.as_ref().and_then(|words| words.encode(&inner.tokenizer, text)) {
+            Some(ids) => ids.map_err(|e| TokenizerError::Invalid(e.to_string())),
+            None => self.encode_whole(text, false),
+        }
+    }
+
+    fn encode_whole(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TokenizerError> {
+        self.inner
+            .tokenizer
+            .encode_fast(text, add_special)
+            .map(|encoding| encoding.get_ids().to_vec())
+            .map_err(|e| TokenizerError::Invalid(e.to_string()))
+    }
+
+    fn spelling(&self) -> Option<&Spelling> {
+        self.inner.spelling.as_ref()
     }
 
     fn decode_tokens(&self, ids: &[u32], skip_special: bool) -> Result<String, TokenizerError> {

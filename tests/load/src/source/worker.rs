@@ -152,9 +152,14 @@ async fn answer(script: Script, prompt: u32, mut speaker: Speaker, responder: &R
         if position == 0 {
             responder.send(&DecodeEvent::Started(Box::new(receipt(prompt)))).await;
         }
-        let id = speaker.say(position);
+        let mut ids = vec![speaker.say(position)];
         position += 1;
-        responder.send(&DecodeEvent::Token { choice: 0, ids: vec![id], logprobs: Vec::new() }).await;
+        // Tokens that exist go together, as a decode worker's do.
+        while script.pace_us == 0 && pace.next().await {
+            ids.push(speaker.say(position));
+            position += 1;
+        }
+        responder.send(&DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }).await;
     }
     let decode_ms = (now_us() - start) as f64 / 1000.0;
     let (reason, completion_tokens) = (FinishReason::Length, script.tokens);
