@@ -10,6 +10,7 @@ mod dialect;
 mod fleet;
 mod http;
 mod keys;
+mod live;
 mod metrics;
 mod model;
 mod open_files;

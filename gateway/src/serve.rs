@@ -5,6 +5,8 @@ use crate::discovery;
 use crate::fleet::{self, Discovery, Fleet};
 use crate::http::{self, Admission, App};
 use crate::keys::{KeyRing, keep_current};
+use crate::live::Live;
+use crate::live::session::Sessions;
 use crate::metrics::Metrics;
 use crate::model::TextModel;
 use crate::open_files::make_room;
@@ -18,12 +20,16 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::{TcpListener, TcpSocket};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 /// At the end, time for the access log's last lines.
 const LOG_FLUSH_LIMIT: Duration = Duration::from_millis(500);
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 4096;
+
+/// Sockets of the live page at once.
+const MAX_VIEWERS: usize = 64;
 
 /// Why the program could not run.
 #[derive(Debug, thiserror::Error)]
@@ -122,6 +128,7 @@ impl Gateway {
             model: Arc::new(model),
             metrics: metrics.clone(),
             verdicts: VerdictStore::default(),
+            live: Arc::new(Live::new(settings.live_page)),
             min_bridge_tokens: settings.min_bridge_tokens,
             reconnect_wait: settings.reconnect_wait,
         });
@@ -138,6 +145,9 @@ impl Gateway {
             admission: Admission::new(settings.limits, metrics),
             max_connections: make_room(settings.max_connections),
             access_log,
+            sessions: Sessions::new(),
+            viewers: Arc::new(Semaphore::new(MAX_VIEWERS)),
+            viewers_shutdown: CancellationToken::new(),
             settings,
             directory,
             draining: AtomicBool::new(false),

@@ -57,6 +57,9 @@ pub(crate) struct GatewayArgs {
     /// Show /metrics to everyone even if there are API keys [default: only to keys with `admin = true`]
     #[arg(long, env = "PD_BRIDGE_PUBLIC_METRICS", num_args = 0..=1, default_missing_value = "true")]
     pub(crate) public_metrics: Option<bool>,
+    /// Serve the live page at / [default: true]
+    #[arg(long, env = "PD_BRIDGE_LIVE_PAGE")]
+    pub(crate) live_page: Option<bool>,
     /// Certificate chain (PEM); with it and --tls-key the API speaks HTTPS only
     #[arg(long, env = "PD_BRIDGE_TLS_CERT")]
     pub(crate) tls_cert: Option<PathBuf>,
@@ -144,6 +147,7 @@ pub(crate) struct Settings {
     /// Of keys without limits of their own.
     pub(crate) key_limits: KeyLimits,
     pub(crate) public_metrics: bool,
+    pub(crate) live_page: bool,
     pub(crate) tls: Option<Acceptor>,
     pub(crate) access_log: Option<Target>,
     pub(crate) early_headers_after: Option<Duration>,
@@ -181,6 +185,7 @@ impl GatewayArgs {
             key_requests_per_min: self.key_requests_per_min.or(f.key_requests_per_min),
             key_max_concurrent: self.key_max_concurrent.or(f.key_max_concurrent),
             public_metrics: self.public_metrics.or(f.public_metrics),
+            live_page: self.live_page.or(f.live_page),
             tls_cert: self.tls_cert.or(f.tls_cert),
             tls_key: self.tls_key.or(f.tls_key),
             access_log: self.access_log.or(f.access_log),
@@ -244,6 +249,7 @@ impl GatewayArgs {
             api_keys_file: self.api_keys_file,
             key_limits,
             public_metrics: self.public_metrics.unwrap_or(false),
+            live_page: self.live_page.unwrap_or(true),
             tls: tls(self.tls_cert.as_deref(), self.tls_key.as_deref())?,
             access_log: self.access_log.and_then(access_log),
             early_headers_after: self.early_headers_after_ms.map(Duration::from_millis),

@@ -175,6 +175,15 @@ impl Gateway {
         }
     }
 
+    /// Waits until the front door answers at all, workers or not.
+    pub async fn listening(&self) {
+        let start = Instant::now();
+        while http::send(&self.addr, "GET", "/healthz", &[], None).await.is_err() {
+            assert!(start.elapsed() < Duration::from_secs(60), "no door:\n{}", self.process.log_tail());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Whether a bridge would be tried now.
     pub async fn is_paired(&self) -> bool {
         http::metric(&self.metrics().await, "pd_bridge_worker_pairs", "") > 0.0

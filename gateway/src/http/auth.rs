@@ -8,6 +8,8 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, Method, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -46,6 +48,24 @@ pub(super) async fn check_admin(State(app): State<Arc<App>>, request: Request, n
     }
 }
 
+/// The administrator whose key a request carries: as a bearer token, or as a password beside any name.
+pub(super) fn administrator(app: &App, headers: &HeaderMap) -> Result<ApiKey, ApiError> {
+    let basic = basic_password(headers);
+    let key = match &basic {
+        Some(password) => app.keys.find(password).ok_or_else(ApiError::unauthorized)?,
+        None => authorized(app, headers)?,
+    };
+    if key.admin { Ok(key) } else { Err(ApiError::forbidden()) }
+}
+
+fn basic_password(headers: &HeaderMap) -> Option<String> {
+    let mut values = headers.get_all(header::AUTHORIZATION).into_iter();
+    let (value, None) = (values.next()?, values.next()) else { return None };
+    let (scheme, encoded) = value.to_str().ok()?.split_once(' ')?;
+    let decoded = BASE64.decode(encoded.trim()).ok().filter(|_| scheme.eq_ignore_ascii_case("basic"))?;
+    String::from_utf8(decoded).ok()?.split_once(':').map(|(_, password)| password.to_owned())
+}
+
 fn authorized(app: &App, headers: &HeaderMap) -> Result<ApiKey, ApiError> {
     let secret = bearer(headers)?.ok_or_else(ApiError::unauthorized)?;
     app.keys.find(secret).ok_or_else(ApiError::unauthorized)
@@ -78,6 +98,20 @@ fn too_many(refusal: Refusal) -> ApiError {
 mod tests {
     use super::*;
     use axum::http::HeaderValue;
+
+    #[test]
+    fn browsers_send_the_key_as_a_password() {
+        let headers = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, HeaderValue::from_str(value).unwrap());
+            headers
+        };
+        let basic = format!("Basic {}", BASE64.encode("me:sk:1"));
+        assert_eq!(basic_password(&headers(&basic)).as_deref(), Some("sk:1"));
+        for other in ["Bearer sk", "Basic !", "Basic", &format!("Basic {}", BASE64.encode("no colon"))] {
+            assert_eq!(basic_password(&headers(other)), None, "{other}");
+        }
+    }
 
     #[test]
     fn only_one_bearer_counts() {

@@ -67,8 +67,18 @@ impl ApiError {
 
     /// 403.
     pub(crate) fn forbidden() -> Self {
-        let message = "this needs a key with `admin = true` (or the setting `public_metrics`)";
+        let message = "this needs a key with `admin = true` (or, for /metrics, the setting `public_metrics`)";
         Self::new(StatusCode::FORBIDDEN, "permission_error", "admin_required", message)
+    }
+
+    /// 403 for another reason than the key.
+    pub(crate) fn forbidden_because(message: &str) -> Self {
+        Self::new(StatusCode::FORBIDDEN, "permission_error", "forbidden", message)
+    }
+
+    /// 503 for what is no inference.
+    pub(crate) fn busy(message: &str) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", "busy", message)
     }
 
     /// 404.

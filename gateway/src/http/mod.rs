@@ -12,6 +12,7 @@ mod form;
 mod head_limit;
 mod held;
 mod journal;
+mod live;
 mod logprobs;
 mod metadata;
 mod nodes;
@@ -41,6 +42,7 @@ pub(crate) use tls::Acceptor;
 use crate::access_log::AccessLog;
 use crate::discovery::Directory;
 use crate::keys::KeyRing;
+use crate::live::session::Sessions;
 use crate::pipeline::Context;
 use crate::settings::Settings;
 use axum::Router;
@@ -48,6 +50,8 @@ use axum::middleware;
 use axum::routing::{get, post};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
 
 /// What handlers share.
 pub(crate) struct App {
@@ -63,6 +67,12 @@ pub(crate) struct App {
     pub(crate) access_log: Option<AccessLog>,
     /// The machines on the bus, if there is one.
     pub(crate) directory: Option<Arc<Directory>>,
+    /// Browsers that look at the live page.
+    pub(crate) sessions: Sessions,
+    /// One permit per socket that may look on.
+    pub(crate) viewers: Arc<Semaphore>,
+    /// Ends those sockets.
+    pub(crate) viewers_shutdown: CancellationToken,
     /// Set on shutdown: running answers finish, new requests are refused.
     pub(crate) draining: AtomicBool,
     /// Start of the process, seconds since 1970.
@@ -85,11 +95,13 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     let admin = Router::new()
         .route("/metrics", get(ops::metrics))
         .layer(middleware::from_fn_with_state(app.clone(), auth::check_admin));
+    let live = if app.ctx.live.is_enabled() { live::routes(&app) } else { Router::new() };
     inference
         .merge(rest)
         .layer(middleware::from_fn_with_state(app.clone(), auth::check))
         .merge(admin)
         .route("/openapi.json", get(openapi::document))
+        .merge(live)
         .route("/healthz", get(ops::healthz))
         .route("/readyz", get(ops::readyz))
         .fallback(ops::not_found)

@@ -78,6 +78,7 @@ pub(crate) async fn serve(
     }
     drop(listener);
     shared.closing.cancel();
+    app.viewers_shutdown.cancel();
     tracker.close();
     if tokio::time::timeout(FLUSH_LIMIT, tracker.wait()).await.is_err() {
         tracing::warn!("closing connections that are still open");
@@ -108,7 +109,11 @@ impl Shared {
         }
     }
 
-    async fn http(&self, stream: impl AsyncRead + AsyncWrite + Unpin, Seated { seat, .. }: &Seated) {
+    async fn http(
+        &self,
+        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        Seated { seat, .. }: &Seated,
+    ) {
         let clock = WriteClock::new(self.app.ctx.metrics.token_write.clone());
         let io = TokioIo::new(ClockedStream::new(stream, clock.clone(), seat.clone()));
         let answer = service_fn(|mut request: hyper::Request<Incoming>| {
@@ -117,7 +122,7 @@ impl Shared {
             let answer = self.service.call(request);
             async move { answer.await.map(|response| response.map(|body| super::held::Held::new(body, busy))) }
         });
-        let mut connection = pin!(self.http.serve_connection(io, answer));
+        let mut connection = pin!(self.http.serve_connection(io, answer).with_upgrades());
         let ended = tokio::select! {
             ended = &mut connection => Some(ended),
             () = seat.cut_off() => return,

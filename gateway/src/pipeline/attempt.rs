@@ -6,6 +6,7 @@ use super::follow::Running;
 use super::{Context, Event, Failure, FailureKind, Job};
 use crate::deadlines;
 use crate::fleet::{DecodeLink, PrefillLink};
+use crate::live::{Stage, Watched};
 use crate::planner::Plan;
 use shared::control::{
     ControlError, DecodeEvent, DecodeRequest, EventStream, GenerateSpec, PrefillReport, Require,
@@ -23,6 +24,7 @@ pub(super) struct Attempt<'a> {
     pub(super) ctx: &'a Context,
     pub(super) job: &'a Job,
     pub(super) out: &'a mpsc::Sender<Event>,
+    pub(super) watched: &'a Watched,
     /// Name towards the workers: a second try must not meet the remains of the first.
     pub(super) worker_id: String,
     pub(super) retry: bool,
@@ -61,13 +63,20 @@ impl From<FailureKind> for Stop {
 }
 
 impl<'a> Attempt<'a> {
-    pub(super) fn new(ctx: &'a Context, job: &'a Job, out: &'a mpsc::Sender<Event>, number: u32) -> Self {
+    pub(super) fn new(
+        ctx: &'a Context,
+        job: &'a Job,
+        out: &'a mpsc::Sender<Event>,
+        watched: &'a Watched,
+        number: u32,
+    ) -> Self {
         let worker_id =
             if number == 0 { job.worker_id.clone() } else { format!("{}.{number}", job.worker_id) };
         Self {
             ctx,
             job,
             out,
+            watched,
             worker_id,
             retry: number > 0,
             prompt_tokens: u32::try_from(job.tokens.len()).unwrap_or(u32::MAX),
@@ -105,6 +114,8 @@ impl<'a> Attempt<'a> {
                 }
             }
         }
+        self.watched.workers(self.parties.prefill.as_deref(), self.parties.decode.as_deref());
+        self.watched.enter(if bridge.is_some() { Stage::Prefill } else { Stage::Native });
         let events = match events {
             Some(events) => events,
             None => self.generate(&decoder, max_new_tokens, bridge.as_ref()).await?,

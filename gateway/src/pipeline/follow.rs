@@ -7,6 +7,7 @@ use super::guard::DecodeGuard;
 use super::{CLIENT_STALL, Event, FailureKind, Finish};
 use crate::deadlines;
 use crate::fleet::DecodeLink;
+use crate::live;
 use crate::metrics::Stage;
 use crate::record;
 use shared::control::{
@@ -79,6 +80,7 @@ impl Attempt<'_> {
             match event {
                 DecodeEvent::Progress { done_tokens, total_tokens } => {
                     deadline = now + self.prompt_wait(&run, total_tokens.saturating_sub(done_tokens));
+                    self.watched.progress(live::Stage::Native, done_tokens, total_tokens);
                     self.send(Event::Progress { done_tokens, total_tokens }).await?;
                 }
                 DecodeEvent::Started(r) => receipt = Some(r),
@@ -103,6 +105,7 @@ impl Attempt<'_> {
                     let Some(news) = choices.tokens(choice, &ids, logprobs)? else { continue };
                     self.ctx.metrics.completion_tokens.inc_by(u64::from(news.used));
                     record::current().generated(u64::from(news.used));
+                    self.watched.tokens(news.used);
                     let ended = news.end.is_some();
                     self.tell(choice, news, run.events.arrived()).await?;
                     if choices.all_ended() {
@@ -160,10 +163,12 @@ impl Attempt<'_> {
         }
         match news {
             BridgeEvent::Progress(done_tokens, total_tokens) => {
+                self.watched.progress(live::Stage::Prefill, done_tokens, total_tokens);
                 self.send(Event::Progress { done_tokens, total_tokens }).await?;
                 Ok(Some(total_tokens.saturating_sub(done_tokens)))
             }
             BridgeEvent::Done(report) => {
+                self.watched.transferred(&report);
                 self.report = Some(report);
                 Ok(None)
             }
@@ -199,6 +204,9 @@ impl Attempt<'_> {
                 }
             });
             self.report = late.await.ok();
+            if let Some(report) = &self.report {
+                self.watched.transferred(report);
+            }
         }
         let mut verdict =
             Verdict::from_receipt(&self.planned, receipt, self.report.as_ref(), self.parties.clone());
@@ -225,6 +233,7 @@ impl Attempt<'_> {
         }
         run.decoder.seen.insert(&self.keys);
         self.ctx.verdicts.put(&verdict);
+        self.watched.started(&verdict);
         self.told = Some(verdict.clone());
         self.send(Event::Started(Box::new(verdict.clone()))).await?;
         if self.job.spec.prompt_logprobs.is_some() {

@@ -19,6 +19,7 @@ pub(crate) use spec::{AnswerSpec, Finish, Piece, ScoredToken, Shaped};
 pub(crate) use text::AnswerText;
 
 use crate::fleet::Fleet;
+use crate::live::{Live, Watched};
 use crate::metrics::Metrics;
 use crate::model::TextModel;
 use crate::planner::Route;
@@ -43,6 +44,8 @@ pub(crate) struct Context {
     pub(crate) model: Arc<TextModel>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) verdicts: VerdictStore,
+    /// What viewers of running requests see.
+    pub(crate) live: Arc<Live>,
     pub(crate) min_bridge_tokens: u32,
     pub(crate) reconnect_wait: Duration,
 }
@@ -107,18 +110,20 @@ pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -
     tokio::spawn(record::scope(record.clone(), async move {
         let _permit = permit;
         let _in_flight = InFlight::new(&ctx.metrics);
+        let prompt_tokens = u32::try_from(job.tokens.len()).unwrap_or(u32::MAX);
+        let watched = ctx.live.begin(&job.request_id, prompt_tokens, job.arrived);
         let mut last = Verdict::without_receipt(
             VerdictKind::Native,
             Some("client_gone".to_owned()),
             Parties { request_id: job.request_id.clone(), ..Parties::default() },
-            u32::try_from(job.tokens.len()).unwrap_or(u32::MAX),
+            prompt_tokens,
         );
         tokio::select! {
             () = out.closed() => {
                 tracing::debug!(request_id = %job.request_id, "client left");
                 record.left();
             }
-            () = run(&ctx, &job, &out, &mut last) => {}
+            () = run(&ctx, &job, &out, &watched, &mut last) => {}
         }
         ctx.metrics.ended(&last, job.arrived.elapsed());
         record.ended(&last);
@@ -127,14 +132,18 @@ pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -
 }
 
 /// Tries once, and once more if a worker was lost before any token went out.
-async fn run(ctx: &Context, job: &Job, out: &mpsc::Sender<Event>, last: &mut Verdict) {
-    let mut outcome = Attempt::new(ctx, job, out, 0).run(last).await;
+async fn run(ctx: &Context, job: &Job, out: &mpsc::Sender<Event>, watched: &Watched, last: &mut Verdict) {
+    let mut outcome = Attempt::new(ctx, job, out, watched, 0).run(last).await;
     if let Outcome::Lost(failure) = outcome {
         tracing::warn!(request_id = %job.request_id, reason = failure.kind.code(), "worker lost, trying again");
         ctx.metrics.retries.inc();
-        outcome = Attempt::new(ctx, job, out, 1).run(last).await;
+        outcome = Attempt::new(ctx, job, out, watched, 1).run(last).await;
+    }
+    if matches!(outcome, Outcome::Answered) {
+        watched.answered();
     }
     if let Outcome::Lost(failure) | Outcome::Failed(failure) = outcome {
+        watched.failed(&failure.verdict);
         tracing::warn!(request_id = %job.request_id, code = failure.kind.code(), error = %failure.kind, "request failed");
         ctx.verdicts.put(&failure.verdict);
         *last = (*failure.verdict).clone();
