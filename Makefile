@@ -4,7 +4,7 @@ MODEL ?= .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PORT  ?= 8000
 PROMPT ?= shared/docs/ARCHITECTURE.md
 
-.PHONY: help setup build run test bench-ttft bench-batch bench-gateway bench-soak bench-sampling bench-structured verify clean bench-bus bench-fleet bench-bus-faults
+.PHONY: help setup build run test bench-ttft bench-batch bench-gateway bench-soak bench-sampling bench-structured verify clean bench-bus bench-fleet bench-bus-faults fuzz-http
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -51,6 +51,13 @@ bench-bus-faults: build ## bus, agents, workers and cables fail, 20 times each: 
 
 verify: build ## is the bridged cache the decoder's own? make verify PROMPT=FILE
 	target/release/pd-bridge verify --model "$(MODEL)" --prompt-file "$(PROMPT)" --cache-dtype f16
+
+FUZZ_SECONDS ?= 600
+FUZZ_SEED    ?= 1
+
+fuzz-http: build ## mutated requests against the front door: make fuzz-http FUZZ_SECONDS=600 FUZZ_SEED=1
+	PD_TEST_HTTP_FUZZ_MS=$$(($(FUZZ_SECONDS) * 1000)) PD_TEST_FUZZ_SEED=$(FUZZ_SEED) \
+		cargo test --release -p pd-tests --test http_fuzz -- --nocapture
 
 clean: ## build products (keeps what setup fetched; remove .cache for that)
 	cargo clean

@@ -17,6 +17,7 @@ use shared::layout::CacheLayout;
 use shared::model::{Model, ModelDigests};
 use shared::settings::{EXIT_BAD_SETTING, SettingsError, init_logging, shutdown_signal};
 use shared::spec::ModelSpec;
+use shared::trace;
 use shared::weights::TensorSource;
 use std::io::Write as _;
 use std::net::SocketAddr;
@@ -40,8 +41,10 @@ fn main() -> ExitCode {
     };
     init_logging(false);
     let run = settings.map_err(Failure::from).and_then(|settings| {
+        let traces = trace::start("decode.otlp_endpoint", "pd-decode", settings.otlp_endpoint.as_deref())?;
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         let done = runtime.block_on(run(settings));
+        traces.finish();
         runtime.shutdown_background();
         done
     });

@@ -72,6 +72,9 @@ struct Options {
     /// Name of this worker in verdicts and logs [default: decode]
     #[arg(long, env = "PD_BRIDGE_DECODE_NODE", value_name = "NAME")]
     node: Option<String>,
+    /// Where to send traces, as OTLP over HTTP: http://host:4318 [default: nowhere]
+    #[arg(long, env = "PD_BRIDGE_OTLP_ENDPOINT", value_name = "URL")]
+    otlp_endpoint: Option<String>,
     /// Folder for `pd-bridge verify`; without it inspections are refused
     #[arg(long, env = "PD_BRIDGE_DECODE_INSPECT_DIR", value_name = "DIR")]
     inspect_dir: Option<PathBuf>,
@@ -121,6 +124,8 @@ pub struct Settings {
     pub node: String,
     /// Where inspections are written.
     pub inspect_dir: Option<PathBuf>,
+    /// Where traces go, if anywhere.
+    pub otlp_endpoint: Option<String>,
     /// End with standard input.
     pub exit_with_stdin: bool,
 }
@@ -151,6 +156,7 @@ impl CommandLine {
             ));
         }
         Ok(Settings {
+            otlp_endpoint: flags.otlp_endpoint.or(file.otlp_endpoint),
             advertise_host: advertise_host(advertised, bulk_listen)?,
             cluster_key: cluster_key(key_file.as_deref(), &addrs)?,
             block_tokens: positive(

@@ -8,6 +8,7 @@ use crate::up::{self, ChildError, UpArgs};
 use crate::verify::{self, VerifyArgs};
 use clap::{Parser, Subcommand};
 use shared::settings::{EXIT_BAD_SETTING, init_logging};
+use shared::trace;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -86,7 +87,10 @@ pub(crate) fn main() -> ExitCode {
 async fn gateway(command: GatewayCommand) -> Result<(), ServeError> {
     let args = command.gateway.with_file(command.config.as_deref())?;
     init_logging(args.log_json.unwrap_or(false));
-    serve_forever(args.resolve()?).await
+    let traces = trace::start("gateway.otlp_endpoint", "pd-bridge", args.otlp_endpoint.as_deref())?;
+    let served = serve_forever(args.resolve()?).await;
+    traces.finish_outside().await;
+    served
 }
 
 #[allow(clippy::print_stderr, reason = "the last words of a command line program")]

@@ -6,6 +6,7 @@
 use crate::access_log::AccessLog;
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
+use shared::trace::{self, Span, TraceContext};
 use shared::verdict::Verdict;
 use std::future::Future;
 use std::sync::Arc;
@@ -23,7 +24,8 @@ pub(crate) fn current() -> Arc<Record> {
 
 /// Runs a future as part of a request.
 pub(crate) fn scope<F: Future>(record: Arc<Record>, future: F) -> impl Future<Output = F::Output> {
-    CURRENT.scope(record, future)
+    let context = record.trace.clone();
+    CURRENT.scope(record, trace::scope(context, future))
 }
 
 /// One request. Its log line is written when the last part of it is over.
@@ -36,6 +38,9 @@ pub(crate) struct Record {
     arrived: Instant,
     facts: Mutex<Facts>,
     log: Option<AccessLog>,
+    /// The span that all others of the request are below, if traces are made.
+    pub(crate) trace: Option<TraceContext>,
+    span: Mutex<Span>,
 }
 
 #[derive(Debug, Default)]
@@ -61,7 +66,15 @@ impl Record {
             Some(_) => (method.to_owned(), path.chars().take(256).collect()),
             None => <(String, String)>::default(),
         };
-        Self { request_id, method, path, arrived: Instant::now(), facts: Mutex::default(), log }
+        let (arrived, facts, span) = (Instant::now(), Mutex::default(), Mutex::default());
+        Self { request_id, method, path, arrived, facts, log, trace: None, span }
+    }
+
+    /// The request's span, which ends with it.
+    pub(crate) fn traced(mut self, span: Span) -> Self {
+        self.trace = span.context();
+        self.span = Mutex::new(span);
+        self
     }
 
     /// Whose request it is; the permit is given back when the request is over.
@@ -83,6 +96,11 @@ impl Record {
     /// How long the request waited to be let in.
     pub(crate) fn queued(&self, wait: Duration) {
         self.facts.lock().queue += wait;
+    }
+
+    /// How long it waited to be let in.
+    pub(crate) fn queue_wait(&self) -> Duration {
+        self.facts.lock().queue
     }
 
     /// The first token exists.
@@ -107,6 +125,22 @@ impl Record {
         facts.reason.clone_from(&verdict.reason);
         facts.prompt_tokens = verdict.prompt_tokens;
         facts.cached_tokens = verdict.cached_tokens;
+    }
+
+    fn end_span(&mut self) {
+        let (facts, span) = (self.facts.get_mut(), self.span.get_mut());
+        span.set("http.response.status_code", i64::from(facts.status));
+        span.set("pd_bridge.request_id", self.request_id.clone());
+        if let Some(verdict) = facts.verdict {
+            span.set("pd_bridge.verdict", verdict);
+            span.set("gen_ai.usage.input_tokens", i64::from(facts.prompt_tokens));
+            span.set("pd_bridge.cached_tokens", i64::from(facts.cached_tokens));
+            let completion_tokens = i64::try_from(facts.completion_tokens).unwrap_or(i64::MAX);
+            span.set("gen_ai.usage.output_tokens", completion_tokens);
+        }
+        if facts.status >= 500 {
+            span.fail(facts.reason.clone().unwrap_or_default());
+        }
     }
 
     /// The log line, without its time.
@@ -143,6 +177,9 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
+        if self.trace.is_some() {
+            self.end_span();
+        }
         if let Some(log) = &self.log {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             let mut line = Map::from_iter([("time_unix_s".to_owned(), json!(now.as_secs_f64()))]);

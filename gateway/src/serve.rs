@@ -122,7 +122,7 @@ impl Gateway {
             None => (members, None),
         };
         let fleet = Fleet::start(members, &settings.cluster_key, digest, &fleet_shutdown);
-        let metrics = Arc::new(Metrics::new()?);
+        let metrics = Arc::new(Metrics::new(&model.name)?);
         let ctx = Arc::new(Context {
             fleet,
             model: Arc::new(model),

@@ -2,7 +2,7 @@
 
 use crate::access_log::Target;
 use crate::dialect;
-use crate::http::{Acceptor, Limits, Patience};
+use crate::http::{Acceptor, Limits, Patience, cors};
 use crate::keys::{self, ApiKey, KeyLimits};
 use serde::Deserialize;
 use shared::bus::{BusArgs, BusSettings, NodeId};
@@ -12,6 +12,7 @@ use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use tower_http::cors::CorsLayer;
 
 /// What can be set, each as a flag, an environment variable or a key of `[gateway]`.
 #[derive(Debug, Clone, Default, clap::Args, Deserialize)]
@@ -66,10 +67,19 @@ pub(crate) struct GatewayArgs {
     /// Private key of the certificate (PEM)
     #[arg(long, env = "PD_BRIDGE_TLS_KEY")]
     pub(crate) tls_key: Option<PathBuf>,
+    /// Origins whose pages may call the API, `*` for all, separated by commas [default: none]
+    #[arg(long, env = "PD_BRIDGE_CORS_ALLOW_ORIGINS", value_delimiter = ',')]
+    pub(crate) cors_allow_origins: Option<Vec<String>>,
+    /// Longest silence in a stream before a comment is sent [default: 15000]
+    #[arg(long, env = "PD_BRIDGE_SSE_KEEP_ALIVE_MS")]
+    pub(crate) sse_keep_alive_ms: Option<u64>,
     /// Where to log requests, one JSON object a line without any text of theirs: off, stdout, or a file
     /// [default: off]
     #[arg(long, env = "PD_BRIDGE_ACCESS_LOG")]
     pub(crate) access_log: Option<String>,
+    /// Where to send traces, as OTLP over HTTP: http://host:4318 [default: nowhere]
+    #[arg(long, env = "PD_BRIDGE_OTLP_ENDPOINT")]
+    pub(crate) otlp_endpoint: Option<String>,
     /// Send response headers with a pending verdict after this time, unless the request requires a bridge
     /// [default: wait for the verdict]
     #[arg(long, env = "PD_BRIDGE_EARLY_HEADERS_AFTER_MS")]
@@ -149,6 +159,8 @@ pub(crate) struct Settings {
     pub(crate) public_metrics: bool,
     pub(crate) live_page: bool,
     pub(crate) tls: Option<Acceptor>,
+    pub(crate) cors: Option<CorsLayer>,
+    pub(crate) sse_keep_alive: Duration,
     pub(crate) access_log: Option<Target>,
     pub(crate) early_headers_after: Option<Duration>,
     pub(crate) min_bridge_tokens: u32,
@@ -188,7 +200,10 @@ impl GatewayArgs {
             live_page: self.live_page.or(f.live_page),
             tls_cert: self.tls_cert.or(f.tls_cert),
             tls_key: self.tls_key.or(f.tls_key),
+            cors_allow_origins: self.cors_allow_origins.or(f.cors_allow_origins),
+            sse_keep_alive_ms: self.sse_keep_alive_ms.or(f.sse_keep_alive_ms),
             access_log: self.access_log.or(f.access_log),
+            otlp_endpoint: self.otlp_endpoint.or(f.otlp_endpoint),
             early_headers_after_ms: self.early_headers_after_ms.or(f.early_headers_after_ms),
             min_bridge_tokens: self.min_bridge_tokens.or(f.min_bridge_tokens),
             max_in_flight: self.max_in_flight.or(f.max_in_flight),
@@ -251,6 +266,8 @@ impl GatewayArgs {
             public_metrics: self.public_metrics.unwrap_or(false),
             live_page: self.live_page.unwrap_or(true),
             tls: tls(self.tls_cert.as_deref(), self.tls_key.as_deref())?,
+            cors: cors(&self.cors_allow_origins.unwrap_or_default())?,
+            sse_keep_alive: positive_ms("gateway.sse_keep_alive_ms", self.sse_keep_alive_ms, 15_000)?,
             access_log: self.access_log.and_then(access_log),
             early_headers_after: self.early_headers_after_ms.map(Duration::from_millis),
             min_bridge_tokens: self.min_bridge_tokens.unwrap_or(64),

@@ -17,6 +17,7 @@ use shared::control::{Hello, PROTOCOL_VERSION, Rates, Role, serve};
 use shared::hexbytes::Hex;
 use shared::model::Model;
 use shared::settings::{EXIT_BAD_SETTING, SettingsError, init_logging, shutdown_signal};
+use shared::trace;
 use shared::weights::{TensorSource, WeightsError, kv_projection_digest};
 use tokio::net::TcpSocket;
 use tokio_util::sync::CancellationToken;
@@ -48,8 +49,11 @@ fn main() -> ExitCode {
     let done = match line.tool {
         Some(tool) => run_tool(tool).map_err(Failure::from),
         None => line.serve.settings().map_err(Failure::from).and_then(|settings| {
+            let traces =
+                trace::start("prefill.otlp_endpoint", "pd-prefill", settings.otlp_endpoint.as_deref())?;
             let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
             let done = runtime.block_on(run(settings));
+            traces.finish();
             runtime.shutdown_background();
             done
         }),

@@ -65,6 +65,9 @@ struct Options {
     /// Name of this worker in verdicts and logs [default: prefill]
     #[arg(long, env = "PD_BRIDGE_PREFILL_NODE", value_name = "NAME")]
     node: Option<String>,
+    /// Where to send traces, as OTLP over HTTP: http://host:4318 [default: nowhere]
+    #[arg(long, env = "PD_BRIDGE_OTLP_ENDPOINT", value_name = "URL")]
+    otlp_endpoint: Option<String>,
     /// Folder for `pd-bridge verify`; without it reconstructions from files are refused
     #[arg(long, env = "PD_BRIDGE_PREFILL_INSPECT_DIR", value_name = "DIR")]
     inspect_dir: Option<PathBuf>,
@@ -110,6 +113,8 @@ pub struct Settings {
     pub node: String,
     /// Where inspection files are.
     pub inspect_dir: Option<PathBuf>,
+    /// Where traces go, if anywhere.
+    pub otlp_endpoint: Option<String>,
     /// End with standard input.
     pub exit_with_stdin: bool,
 }
@@ -144,6 +149,7 @@ impl ServeArgs {
         let budget =
             flags.prefix_cache_bytes.or(file.prefix_cache_bytes).unwrap_or(DEFAULT_PREFIX_CACHE_BYTES);
         Ok(Settings {
+            otlp_endpoint: flags.otlp_endpoint.or(file.otlp_endpoint),
             model: model.ok_or_else(|| SettingsError::value("prefill.model", "is required"))?,
             backend: flags.backend.or(file.backend).unwrap_or_default(),
             precision: flags.precision.or(file.precision).unwrap_or_default(),

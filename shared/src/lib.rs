@@ -7,6 +7,7 @@
 //! - [`spec`], [`weights`], [`tokenizer`], [`template`], [`model`]: models on disk
 //! - [`verdict`]: what is said to the client
 //! - [`bus`]: what travels over NATS: heartbeats, signed commands, their output
+//! - [`trace`]: OpenTelemetry spans across the processes
 //! - [`settings`]: reading configuration the same way everywhere
 
 pub mod angles;
@@ -21,6 +22,7 @@ pub mod spec;
 pub mod template;
 pub mod tokenizer;
 pub mod tokens;
+pub mod trace;
 pub mod transport;
 pub mod verdict;
 pub mod weights;

@@ -12,6 +12,7 @@
 pub mod agents;
 pub mod browser;
 pub mod bulk;
+pub mod collector;
 pub mod decoder;
 pub mod fakes;
 pub mod golden;
@@ -24,8 +25,8 @@ pub mod process;
 pub mod prometheus;
 pub mod raw;
 pub mod scene;
-pub mod sim_agents;
 pub mod schemas;
+pub mod sim_agents;
 pub mod stack;
 pub mod tiny;
 pub mod wait;

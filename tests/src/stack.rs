@@ -92,7 +92,7 @@ impl Worker {
         self.kill();
         // Where it was, instead of where it was told to look for a port.
         let is_place = |i: usize| ["--listen", "--bulk-listen"].contains(&self.args[i].as_str());
-        let kept = (0..self.args.len()).filter(|i| !is_place(*i) && !(*i > 0 && is_place(i - 1)));
+        let kept = (0..self.args.len()).filter(|i| !(is_place(*i) || *i > 0 && is_place(i - 1)));
         let mut args: Vec<String> = kept.map(|i| self.args[i].clone()).collect();
         args.extend(strings(&["--listen", &self.addresses.control]));
         if let Some(bulk) = &self.addresses.bulk {

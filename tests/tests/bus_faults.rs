@@ -7,11 +7,11 @@
     reason = "a test fails by panicking; counts are shown"
 )]
 
-use pd_tests::sim_agents::{SimulatedAgent, describe_with};
 use pd_tests::http::{self, completion, metric};
 use pd_tests::nats::{Nats, write_private};
 use pd_tests::netns::Network;
 use pd_tests::scene::prompt;
+use pd_tests::sim_agents::{SimulatedAgent, describe_with};
 use pd_tests::stack::{Gateway, Worker};
 use pd_tests::{tiny, wait};
 use shared::control::ClusterKey;

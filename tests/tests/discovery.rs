@@ -6,11 +6,11 @@
     reason = "a test fails by panicking; measurements are shown"
 )]
 
-use pd_tests::sim_agents::{SimulatedAgent, describe};
 use pd_tests::fakes::{FakeDecode, FakePrefill, Play, Step};
 use pd_tests::http::{self, Reply, completion, metric};
 use pd_tests::nats::Nats;
 use pd_tests::scene::prompt;
+use pd_tests::sim_agents::{SimulatedAgent, describe};
 use pd_tests::stack::{Gateway, Worker};
 use pd_tests::{tiny, wait};
 use shared::bus::{NodeState, WorkerBeat};

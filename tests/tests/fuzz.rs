@@ -273,7 +273,12 @@ fn frame_bodies() {
 }
 
 fn json<T: Serialize>(body: T) -> Vec<u8> {
-    serde_json::to_vec(&Envelope { id: 7, body }).unwrap()
+    serde_json::to_vec(&Envelope {
+        id: 7,
+        body,
+        trace: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
+    })
+    .unwrap()
 }
 
 fn decoder_hello() -> Hello {

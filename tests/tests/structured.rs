@@ -23,6 +23,7 @@ const CONCURRENT: usize = 8;
 const MAX_NEW_TOKENS: u32 = 1500;
 
 /// What became of one schema.
+#[allow(dead_code, reason = "shown by Debug when a test fails")]
 #[derive(Debug)]
 enum Verdict {
     Valid { tokens: usize },

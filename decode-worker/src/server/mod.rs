@@ -5,6 +5,7 @@ mod inspect;
 mod projections;
 mod requests;
 mod serving;
+mod spans;
 #[cfg(test)]
 mod tests;
 
@@ -152,6 +153,7 @@ impl Handler for Decoder {
                     generate::check(&spec).and_then(|()| core.requests.start(&key, spec.choices as usize));
                 match started {
                     Ok((prepared, running)) => {
+                        let responder = spans::traced(responder, spec.choices);
                         tokio::spawn(generate::run(core.clone(), prepared, running, spec, responder));
                         return;
                     }

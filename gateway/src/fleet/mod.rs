@@ -103,6 +103,11 @@ impl Fleet {
         usable.min_by_key(|(tier, link)| (*tier, link.load.requests())).map(|(_, link)| link)
     }
 
+    /// All connected decoders, also those that take nothing new.
+    pub(crate) fn decoders(&self) -> Vec<Arc<DecodeLink>> {
+        self.workers.read().decoders.values().filter_map(|slot| slot.node.link()).collect()
+    }
+
     /// Waits until some decoder and some prefill worker could bridge.
     pub(crate) async fn bridge_within(&self, limit: Duration) -> bool {
         if self.pairs.read().is_empty() {

@@ -4,6 +4,7 @@ use super::error::ApiError;
 use crate::metrics::Metrics;
 use crate::record;
 use prometheus::IntGauge;
+use shared::trace::{self, Span};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -46,6 +47,7 @@ impl Admission {
     /// # Errors
     /// 429 when the queue is full or the wait takes too long.
     pub(crate) async fn enter(&self) -> Result<OwnedSemaphorePermit, ApiError> {
+        let _span = Span::below("queue", trace::current().as_ref());
         // The semaphore hands free places to those who wait before anyone can snatch one here.
         if let Ok(permit) = self.permits.clone().try_acquire_owned() {
             self.metrics.queue_wait.observe(0.0);
@@ -111,7 +113,7 @@ mod tests {
 
     fn admission(max_queue: usize, queue_timeout: Duration) -> Arc<Admission> {
         let limits = Limits { max_in_flight: 1, max_queue, queue_timeout };
-        Arc::new(Admission::new(limits, Arc::new(Metrics::new().unwrap())))
+        Arc::new(Admission::new(limits, Arc::new(Metrics::new("m").unwrap())))
     }
 
     #[tokio::test]

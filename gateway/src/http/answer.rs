@@ -14,6 +14,7 @@ use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse as _, Response};
 use shared::control::Require;
 use shared::tokens::TokenIds;
+use shared::trace::{self, Span};
 use shared::verdict::{Parties, Verdict, VerdictKind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -133,7 +134,7 @@ pub(super) async fn answer(
             (Verdict::without_receipt(VerdictKind::Pending, None, parties, prompt_tokens), true)
         }
     };
-    let body = SseBody::new(telling, early, exchange.clock.clone());
+    let body = SseBody::new(telling, early, exchange.clock.clone(), app.settings.sse_keep_alive);
     let mut response = Body::from_stream(body.into_stream()).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -153,6 +154,7 @@ async fn tokenize_all(app: &Arc<App>, prompts: Vec<Prompt>) -> Result<Vec<TokenI
 
 async fn tokenize(app: &Arc<App>, prompt: Prompt) -> Result<TokenIds, ApiError> {
     let since = Instant::now();
+    let _span = Span::below("tokenize", trace::current().as_ref());
     let ids = encode(app, prompt).await?;
     if ids.is_empty() {
         return Err(ApiError::invalid("prompt", "the prompt has no tokens"));

@@ -4,9 +4,11 @@ mod admission;
 mod answer;
 mod auth;
 mod bridge_headers;
+mod cache_usage;
 mod chat;
 mod completions;
 mod connections;
+mod cors;
 mod error;
 mod form;
 mod head_limit;
@@ -36,6 +38,7 @@ mod write_clock;
 
 pub(crate) use admission::{Admission, Limits};
 pub(crate) use connections::Patience;
+pub(crate) use cors::cors;
 pub(crate) use server::serve;
 pub(crate) use tls::Acceptor;
 
@@ -52,6 +55,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
+use tower::util::option_layer;
 
 /// What handlers share.
 pub(crate) struct App {
@@ -96,6 +100,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/metrics", get(ops::metrics))
         .layer(middleware::from_fn_with_state(app.clone(), auth::check_admin));
     let live = if app.ctx.live.is_enabled() { live::routes(&app) } else { Router::new() };
+    // Without the setting a layer that does nothing.
+    let cors = option_layer(app.settings.cors.clone());
     inference
         .merge(rest)
         .layer(middleware::from_fn_with_state(app.clone(), auth::check))
@@ -108,6 +114,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .method_not_allowed_fallback(ops::method_not_allowed)
         .layer(middleware::from_fn_with_state(app.clone(), head_limit::check))
         .layer(middleware::from_fn(bridge_headers::always))
+        .layer(cors)
         .layer(middleware::from_fn_with_state(app.clone(), journal::keep))
         .with_state(app)
 }

@@ -1,8 +1,8 @@
 //! Everything that is not inference: models, health, metrics, verdicts.
 
-use super::App;
 use super::error::ApiError;
 use super::params::Fields;
+use super::{App, cache_usage};
 use axum::Json;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, Uri, header};
@@ -62,6 +62,9 @@ pub(super) async fn readyz(State(app): State<Arc<App>>) -> Response {
 /// `GET /metrics`
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     app.ctx.metrics.observe(&app.ctx.fleet, app.directory.as_deref());
+    if let Some(share) = cache_usage::share(&app.ctx.fleet).await {
+        app.ctx.metrics.vllm.cache_usage(share);
+    }
     let content_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (content_type, app.ctx.metrics.render()).into_response()
 }

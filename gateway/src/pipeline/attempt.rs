@@ -7,16 +7,18 @@ use super::{Context, Event, Failure, FailureKind, Job};
 use crate::deadlines;
 use crate::fleet::{DecodeLink, PrefillLink};
 use crate::live::{Stage, Watched};
+use crate::metrics::Times;
 use crate::planner::Plan;
 use shared::control::{
     ControlError, DecodeEvent, DecodeRequest, EventStream, GenerateSpec, PrefillReport, Require,
     TransferOffer, WorkerError, WorkerErrorCode,
 };
 use shared::keys::BlockKey;
+use shared::trace::{self, Span};
 use shared::verdict::{Parties, Planned, Verdict, VerdictKind};
 use shared::wire::AbortCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 /// One try.
@@ -38,6 +40,12 @@ pub(super) struct Attempt<'a> {
     pub(super) keys: Arc<[BlockKey]>,
     /// Once the first token exists: what the client was told.
     pub(super) told: Option<Verdict>,
+    /// What is known of where the time goes; `decode` at the end only.
+    pub(super) times: Times,
+    /// When the first token came.
+    pub(super) begun: Option<Instant>,
+    /// From asking the decoder for the answer to its end.
+    decode_span: Span,
 }
 
 /// How a try ended.
@@ -86,22 +94,31 @@ impl<'a> Attempt<'a> {
             report: None,
             keys: Arc::default(),
             told: None,
+            times: Times::default(),
+            begun: None,
+            decode_span: Span::default(),
         }
     }
 
     /// Runs to the end. `last` is what the metrics count the request as.
     pub(super) async fn run(mut self, last: &mut Verdict) -> Outcome {
         match self.answer(last).await {
-            Ok(()) => Outcome::Answered,
+            Ok(()) => {
+                let decode = self.begun.map(|at| at.elapsed()).unwrap_or_default();
+                self.ctx.metrics.vllm.spent(Times { decode, ..self.times });
+                Outcome::Answered
+            }
             Err(Stop::Failed(kind)) => Outcome::Failed(self.failure(kind)),
             Err(Stop::Lost(kind)) => Outcome::Lost(self.failure(kind)),
         }
     }
 
     async fn answer(&mut self, last: &mut Verdict) -> Result<(), Stop> {
+        let planning = Span::below("plan", trace::current().as_ref());
         let chosen = self.choose().await?;
         let Chosen { decoder, mut guard, max_new_tokens, queue, keys, peer, plan, events } = chosen;
         self.keys = keys;
+        drop(planning);
         let mut bridge = None;
         match plan {
             Plan::Refuse(reason) => return Err(FailureKind::Refused(reason.as_str().to_owned()).into()),
@@ -240,7 +257,7 @@ impl<'a> Attempt<'a> {
     }
 
     pub(super) async fn generate(
-        &self,
+        &mut self,
         decoder: &DecodeLink,
         max_new_tokens: u32,
         bridge: Option<&Bridge>,
@@ -262,7 +279,9 @@ impl<'a> Attempt<'a> {
             logprobs: answer.logprobs,
             prompt_logprobs: answer.prompt_logprobs,
         };
-        decoder.client.request(&DecodeRequest::Generate(spec)).await.map_err(lost)
+        self.decode_span = Span::below("decode", trace::current().as_ref());
+        let request = DecodeRequest::Generate(spec);
+        trace::scope(self.decode_span.context(), decoder.client.request(&request)).await.map_err(lost)
     }
 
     async fn call(&self, decoder: &DecodeLink, request: &DecodeRequest) -> Result<DecodeEvent, Stop> {

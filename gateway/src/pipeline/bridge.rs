@@ -10,8 +10,10 @@ use shared::control::{
 use shared::hexbytes::Hex;
 use shared::keys::BlockKey;
 use shared::tokens::TokenIds;
+use shared::trace::{self, Span};
 use shared::wire::{Abort, AbortCode};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -29,6 +31,8 @@ pub(super) struct Bridge {
     deadline: Instant,
     /// Keys of the prompt's full blocks.
     keys: Arc<[BlockKey]>,
+    span: Span,
+    began: SystemTime,
 }
 
 type Renewal = AbortOnDropHandle<Result<EventStream<PrefillEvent>, ControlError>>;
@@ -64,13 +68,15 @@ impl Bridge {
             deadline_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
         };
         let guard = PrefillGuard::new(&link, request_id, length);
-        let events = link.client.request(&PrefillRequest::Prefill(spec.clone())).await;
+        let (span, began) = (Span::below("prefill", trace::current().as_ref()), SystemTime::now());
+        let request = PrefillRequest::Prefill(spec.clone());
+        let events = trace::scope(span.context(), link.client.request(&request)).await;
         let events = events.map_err(|e| Abort::new(AbortCode::ConnectionLost, e.to_string()))?;
         // The worker keeps the deadline itself; this one is for a worker that hangs.
         let deadline = Instant::now() + limit + deadlines::exchange(length);
         let (decoder, spec) = (decoder.clone(), Some(Box::new(spec)));
         let (events, guard, renewal) = (Some(events), Some(guard), None);
-        Ok(Self { link, pairing, decoder, spec, renewal, events, guard, deadline, keys })
+        Ok(Self { link, pairing, decoder, spec, renewal, events, guard, deadline, keys, span, began })
     }
 
     /// The worker's prefill rate in tokens per second (0: unknown) and the prompt tokens it has been asked for.
@@ -110,13 +116,16 @@ impl Bridge {
     /// more.
     fn renew(&self, spec: Box<PrefillSpec>) -> Renewal {
         let (link, pairing, decoder) = (self.link.clone(), self.pairing.clone(), self.decoder.clone());
-        AbortOnDropHandle::new(tokio::spawn(async move {
+        let again = async move {
             pairing.renew(&decoder, &link).await?;
             link.client.request(&PrefillRequest::Prefill(*spec)).await
-        }))
+        };
+        AbortOnDropHandle::new(tokio::spawn(trace::scope(self.span.context(), again)))
     }
 
     fn broken(&mut self, abort: Abort) -> BridgeEvent {
+        self.span.fail(abort.to_string());
+        drop(std::mem::take(&mut self.span));
         self.events = None;
         // Dropping the guard cancels, unless the worker has ended the request itself.
         self.guard = None;
@@ -134,6 +143,11 @@ impl Bridge {
                 self.pairing.learn(&report);
                 self.link.seen.insert(&self.keys);
                 self.released();
+                drop(std::mem::take(&mut self.span));
+                // The worker says how much of the time came after its last layer.
+                let reading =
+                    Duration::from_secs_f64((report.queue_ms + report.prefill_ms).max(0.0) / 1000.0);
+                Span::past("transfer", trace::current().as_ref(), self.began + reading, report.transfer_ms);
                 (self.events, self.guard) = (None, None);
                 return BridgeEvent::Done(report);
             }

@@ -92,7 +92,7 @@ impl Attempt<'_> {
 
     /// Announces the prompt to a decoder; asks for the answer in the same breath where the plan is certain.
     async fn prepare_or_more(
-        &self,
+        &mut self,
         wanted: &Wanted,
         candidates: &[Candidate],
         at: usize,

@@ -8,7 +8,7 @@ use super::{CLIENT_STALL, Event, FailureKind, Finish};
 use crate::deadlines;
 use crate::fleet::DecodeLink;
 use crate::live;
-use crate::metrics::Stage;
+use crate::metrics::{Stage, Times};
 use crate::record;
 use shared::control::{
     DecodeEvent, DecodeReceipt, DecodeRequest, EventStream, Incoming, Require, TokenLogprobs, WorkerErrorCode,
@@ -94,7 +94,7 @@ impl Attempt<'_> {
                             *last = self.started(&mut run, receipt.as_deref(), &mut prompt_scores).await?
                         }
                         Some(earlier) => {
-                            self.ctx.metrics.inter_token.observe((now - earlier).as_secs_f64());
+                            self.ctx.metrics.between_tokens(now - earlier);
                         }
                     }
                     if self.job.spec.max_new_tokens == Some(0) {
@@ -103,9 +103,10 @@ impl Attempt<'_> {
                     }
                     deadline = now + deadlines::next_token(run.decoder.rates().decode_tokens_per_s);
                     let Some(news) = choices.tokens(choice, &ids, logprobs)? else { continue };
-                    self.ctx.metrics.completion_tokens.inc_by(u64::from(news.used));
+                    self.ctx.metrics.generated(u64::from(news.used));
                     record::current().generated(u64::from(news.used));
                     self.watched.tokens(news.used);
+                    self.times.completion_tokens += u64::from(news.used);
                     let ended = news.end.is_some();
                     self.tell(choice, news, run.events.arrived()).await?;
                     if choices.all_ended() {
@@ -222,7 +223,11 @@ impl Attempt<'_> {
         }
         let metrics = &self.ctx.metrics;
         metrics.started(&verdict, ttft);
-        record::current().started(ttft);
+        let record = record::current();
+        record.started(ttft);
+        let queue = record.queue_wait() + Duration::from_secs_f64(receipt.queue_ms.max(0.0) / 1000.0);
+        self.times = Times { queue, prefill: ttft.saturating_sub(queue), ..Times::default() };
+        self.begun = Some(std::time::Instant::now());
         metrics.stage_ms(Stage::Queue, receipt.queue_ms);
         metrics.stage_ms(Stage::Wait, receipt.wait_ms);
         metrics.stage_ms(Stage::Ingest, receipt.ingest_ms);
@@ -260,6 +265,7 @@ impl Attempt<'_> {
         }
         match news.end {
             Some((finish, completion_tokens)) => {
+                self.ctx.metrics.vllm.finished(finish == Finish::Length, completion_tokens);
                 self.send(Event::Finished { choice, finish, completion_tokens }).await
             }
             None => Ok(()),

@@ -112,6 +112,7 @@ pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -
         let _in_flight = InFlight::new(&ctx.metrics);
         let prompt_tokens = u32::try_from(job.tokens.len()).unwrap_or(u32::MAX);
         let watched = ctx.live.begin(&job.request_id, prompt_tokens, job.arrived);
+        ctx.metrics.vllm.asked(job.spec.choices, job.spec.max_new_tokens);
         let mut last = Verdict::without_receipt(
             VerdictKind::Native,
             Some("client_gone".to_owned()),
@@ -122,6 +123,7 @@ pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -
             () = out.closed() => {
                 tracing::debug!(request_id = %job.request_id, "client left");
                 record.left();
+                ctx.metrics.vllm.aborted();
             }
             () = run(&ctx, &job, &out, &watched, &mut last) => {}
         }
@@ -145,6 +147,7 @@ async fn run(ctx: &Context, job: &Job, out: &mpsc::Sender<Event>, watched: &Watc
     if let Outcome::Lost(failure) | Outcome::Failed(failure) = outcome {
         watched.failed(&failure.verdict);
         tracing::warn!(request_id = %job.request_id, code = failure.kind.code(), error = %failure.kind, "request failed");
+        ctx.metrics.vllm.failed();
         ctx.verdicts.put(&failure.verdict);
         *last = (*failure.verdict).clone();
         let _ = tokio::time::timeout(CLIENT_STALL, out.send(Event::Failed(failure))).await;

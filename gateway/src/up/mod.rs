@@ -11,6 +11,7 @@ use crate::settings::{GatewayArgs, Settings};
 use clap::Args;
 use shared::control::Role;
 use shared::settings::{init_logging, shutdown_signal};
+use shared::trace;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -54,18 +55,22 @@ pub(crate) async fn run(args: UpArgs) -> Result<(), ServeError> {
     let gateway = gateway.with_file(config.as_deref())?;
     init_logging(gateway.log_json.unwrap_or(false));
     let key_file = gateway.cluster_key_file.clone();
+    let otlp = gateway.otlp_endpoint.clone();
+    let traces = trace::start("gateway.otlp_endpoint", "pd-bridge", otlp.as_deref())?;
     let settings = gateway.resolve()?;
     let spec = |program: &'static str, name: &'static str| {
         let mut spec = ChildSpec::beside_this_program(program, name)?;
         spec.option("--model", Some(&settings.model)).option("--config", config.as_ref());
-        spec.option("--cluster-key-file", key_file.as_ref());
+        spec.option("--cluster-key-file", key_file.as_ref()).option("--otlp-endpoint", otlp.as_ref());
         Ok::<_, ChildError>(spec)
     };
     let mut decode = spec("pd-decode", "decode")?;
     decode.option("--cache-dtype", cache_dtype.as_ref()).option("--weights", decode_weights.as_ref());
     let mut prefill = spec("pd-prefill", "prefill")?;
     prefill.option("--backend", prefill_backend.as_ref());
-    Box::pin(supervise(settings, decode, prefill)).await
+    let served = Box::pin(supervise(settings, decode, prefill)).await;
+    traces.finish_outside().await;
+    served
 }
 
 async fn supervise(settings: Settings, decode: ChildSpec, prefill: ChildSpec) -> Result<(), ServeError> {

@@ -4,6 +4,7 @@ mod inbound;
 mod outbox;
 mod pairing;
 mod request;
+mod spans;
 mod transfer;
 
 use std::collections::HashMap;
@@ -195,6 +196,7 @@ impl Handler for Server {
             }
             PrefillRequest::Prefill(spec) => match self.admit(connection, spec) {
                 Ok((request, booked)) => {
+                    let responder = spans::traced(responder);
                     tokio::spawn(async move {
                         request.run(booked, &responder).await;
                     });

@@ -259,7 +259,8 @@ pub(super) fn config(max_message_bytes: usize) -> WebSocketConfig {
 }
 
 fn encode<T: Serialize>(id: u64, body: &T) -> Result<Message, ControlError> {
-    let text = serde_json::to_string(&Envelope { id, body });
+    let trace = crate::trace::current().map(|context| context.to_string());
+    let text = serde_json::to_string(&Envelope { id, body, trace });
     text.map(Message::text).map_err(|e| ControlError::Unexpected(e.to_string()))
 }
 

@@ -29,4 +29,7 @@ pub struct Envelope<T> {
     pub id: u64,
     /// The request or event.
     pub body: T,
+    /// `traceparent` of the span that a request belongs to, while traces are made; who does not know it ignores it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trace: Option<String>,
 }

@@ -3,6 +3,7 @@
 use super::client::config;
 use super::handshake::{ClusterKey, Handshake, WorkerHandshake};
 use super::{Envelope, Hello, MAX_MESSAGE_BYTES};
+use crate::trace::TraceContext;
 use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::{SinkExt as _, StreamExt as _};
 use serde::Serialize;
@@ -54,8 +55,12 @@ pub struct Responder<Ev> {
     id: u64,
     out: mpsc::Sender<Message>,
     closed: CancellationToken,
-    _event: std::marker::PhantomData<fn(Ev)>,
+    trace: Option<TraceContext>,
+    observer: Option<Observer<Ev>>,
 }
+
+/// Sees the events of a request before they are sent.
+type Observer<Ev> = Arc<dyn Fn(&Ev) + Send + Sync>;
 
 impl<Ev> Clone for Responder<Ev> {
     fn clone(&self) -> Self {
@@ -63,7 +68,8 @@ impl<Ev> Clone for Responder<Ev> {
             id: self.id,
             out: self.out.clone(),
             closed: self.closed.clone(),
-            _event: std::marker::PhantomData,
+            trace: self.trace.clone(),
+            observer: self.observer.clone(),
         }
     }
 }
@@ -98,6 +104,18 @@ impl<Ev: Serialize> Responder<Ev> {
         self.out.send(Message::Binary(data.freeze())).await.is_ok()
     }
 
+    /// The span that the request belongs to, if it is traced.
+    #[must_use]
+    pub fn trace(&self) -> Option<&TraceContext> {
+        self.trace.as_ref()
+    }
+
+    /// Shows all further events to `observer`, which lives as long as this responder and its clones.
+    #[must_use]
+    pub fn observed(self, observer: impl Fn(&Ev) + Send + Sync + 'static) -> Self {
+        Self { observer: Some(Arc::new(observer)), ..self }
+    }
+
     /// Whether the connection is gone.
     #[must_use]
     pub fn is_closed(&self) -> bool {
@@ -105,7 +123,11 @@ impl<Ev: Serialize> Responder<Ev> {
     }
 
     fn encode(&self, event: &Ev) -> Option<Message> {
-        serde_json::to_string(&Envelope { id: self.id, body: event }).ok().map(Message::text)
+        if let Some(observer) = &self.observer {
+            observer(event);
+        }
+        let envelope = Envelope { id: self.id, body: event, trace: None };
+        serde_json::to_string(&envelope).ok().map(Message::text)
     }
 }
 
@@ -220,12 +242,13 @@ async fn read<H: Handler>(
     while let Ok(Some(Ok(message))) = tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
         match message {
             Message::Text(text) => match serde_json::from_str::<Envelope<H::Request>>(&text) {
-                Ok(Envelope { id: request, body }) => {
+                Ok(Envelope { id: request, body, trace }) => {
                     let responder = Responder {
                         id: request,
                         out: out.clone(),
                         closed: closed.clone(),
-                        _event: std::marker::PhantomData,
+                        trace: trace.and_then(|text| text.parse().ok()),
+                        observer: None,
                     };
                     handler.handle(id, body, responder).await;
                 }

@@ -28,6 +28,8 @@ pub enum Step {
     TokensOf(u32, Vec<u32>),
     /// Ends a choice well.
     FinishedOf(u32, FinishReason),
+    /// Sends these tokens as every choice that was asked for, and ends it well.
+    All(Vec<u32>),
     /// Ends badly.
     Error(WorkerError),
     /// Closes every control connection.
@@ -247,6 +249,13 @@ async fn answer(
                 let Some(top) = spec.prompt_logprobs else { continue };
                 let logprobs = (1..prompt).map(|i| score(u32::try_from(i).unwrap(), top)).collect();
                 DecodeEvent::PromptLogprobs { logprobs }
+            }
+            Step::All(ids) => {
+                for choice in 0..spec.choices {
+                    responder.send(&tokens(choice, ids.clone(), &spec, &mut sent)).await;
+                    responder.send(&finished(choice, FinishReason::Stop, &sent)).await;
+                }
+                continue;
             }
             Step::Tokens(ids) => tokens(0, ids, &spec, &mut sent),
             Step::TokensOf(choice, ids) => tokens(choice, ids, &spec, &mut sent),

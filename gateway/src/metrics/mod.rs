@@ -44,14 +44,50 @@
 //! | `pd_bridge_node_worker_tokens_per_second` | tokens per second | `node`, `role`, `worker`, `phase` |
 //! | `pd_bridge_node_worker_memory_bytes` | bytes resident | `node`, `role`, `worker` |
 
+//!
+//! Beside them the families that dashboards made for vLLM read, each with the labels `model_name` and `engine`:
+//!
+//! | name | unit | further labels |
+//! |---|---|---|
+//! | `vllm:num_requests_running` | requests being answered | |
+//! | `vllm:num_requests_waiting` | requests that wait to be let in | |
+//! | `vllm:kv_cache_usage_perc`, `vllm:gpu_cache_usage_perc` (its older name) | filled share of the decoders' prefix stores, 0 to 1 | |
+//! | `vllm:prompt_tokens_total` | tokens | |
+//! | `vllm:generation_tokens_total` | tokens | |
+//! | `vllm:prefix_cache_queries_total` | prompt tokens looked up | |
+//! | `vllm:prefix_cache_hits_total` | prompt tokens that the decoder held already | |
+//! | `vllm:external_prefix_cache_queries_total` | prompt tokens that the decoder did not hold | |
+//! | `vllm:external_prefix_cache_hits_total` | prompt tokens that came through transfers | |
+//! | `vllm:num_preemptions_total` | preemptions; nothing is ever preempted here | |
+//! | `vllm:request_success_total` | answers (choices) | `finished_reason`: `stop`, `length`, `abort`, `error` |
+//! | `vllm:time_to_first_token_seconds` | seconds | |
+//! | `vllm:inter_token_latency_seconds`, `vllm:time_per_output_token_seconds` (its older name) | seconds | |
+//! | `vllm:request_time_per_output_token_seconds` | seconds, mean of a request | |
+//! | `vllm:e2e_request_latency_seconds` | seconds | |
+//! | `vllm:request_queue_time_seconds` | seconds, in this process and on the decoder | |
+//! | `vllm:request_prefill_time_seconds` | seconds from the end of the wait to the first token | |
+//! | `vllm:request_decode_time_seconds` | seconds from the first token to the last | |
+//! | `vllm:request_inference_time_seconds` | seconds, both together | |
+//! | `vllm:request_prompt_tokens` | tokens | |
+//! | `vllm:request_generation_tokens` | tokens of a choice | |
+//! | `vllm:request_params_n` | choices asked for | |
+//! | `vllm:request_params_max_tokens` | tokens asked for at most | |
+
+mod made;
+mod vllm;
+
+pub(crate) use vllm::Times;
+
 use crate::discovery::{Directory, FleetMetrics};
 use crate::fleet::Fleet;
+use made::Made;
 use prometheus::{
-    Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
-    Opts, Registry, TextEncoder,
+    Encoder as _, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry,
+    TextEncoder,
 };
 use shared::verdict::{Verdict, VerdictKind};
 use std::time::Duration;
+use vllm::Vllm;
 
 /// All metrics of the gateway.
 pub(crate) struct Metrics {
@@ -65,19 +101,20 @@ pub(crate) struct Metrics {
     pub(crate) connections_refused: IntCounter,
     pub(crate) access_log_dropped: IntCounter,
     ttft: HistogramVec,
-    pub(crate) inter_token: Histogram,
+    inter_token: Histogram,
     e2e: HistogramVec,
     stage: HistogramVec,
     pub(crate) token_write: Histogram,
     prompt_tokens: IntCounter,
     cached_tokens: IntCounter,
     bridged_tokens: IntCounter,
-    pub(crate) completion_tokens: IntCounter,
+    completion_tokens: IntCounter,
     payload_bytes: IntCounter,
     pub(crate) retries: IntCounter,
     workers: IntGaugeVec,
     pairs: IntGauge,
     fleet: FleetMetrics,
+    pub(crate) vllm: Vllm,
 }
 
 /// A part of a request's life.
@@ -181,9 +218,9 @@ impl Metrics {
     ///
     /// # Errors
     /// Only when two metrics share a name.
-    pub(crate) fn new() -> Result<Self, prometheus::Error> {
+    pub(crate) fn new(model_name: &str) -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
-        let made = Made(&registry);
+        let made = Made::new(&registry, "pd_bridge_");
         let requests = made.counters("requests_total", "Answered requests.", &["verdict", "reason"])?;
         for (verdict, reason) in expected() {
             requests.with_label_values(&[verdict.as_str(), reason]);
@@ -222,6 +259,7 @@ impl Metrics {
             workers: made.gauges("workers_connected", "Connected workers.", &["role"])?,
             pairs: made.gauge("worker_pairs", "Prefill/decode pairs that can bridge.")?,
             fleet: FleetMetrics::register(&registry)?,
+            vllm: Vllm::new(&registry, model_name)?,
             registry,
         })
     }
@@ -232,6 +270,7 @@ impl Metrics {
         let reason = if is_known(reason) { reason } else { "other" };
         self.requests.with_label_values(&[verdict.verdict.as_str(), reason]).inc();
         self.e2e.with_label_values(&[verdict.verdict.as_str()]).observe(elapsed.as_secs_f64());
+        self.vllm.e2e.observe(elapsed.as_secs_f64());
     }
 
     /// Counts what a started answer's verdict says.
@@ -241,6 +280,19 @@ impl Metrics {
         self.cached_tokens.inc_by(u64::from(verdict.cached_tokens));
         self.bridged_tokens.inc_by(u64::from(verdict.bridged_tokens));
         self.payload_bytes.inc_by(verdict.payload_bytes);
+        self.vllm.started(verdict, ttft);
+    }
+
+    /// Counts tokens of an answer.
+    pub(crate) fn generated(&self, tokens: u64) {
+        self.completion_tokens.inc_by(tokens);
+        self.vllm.generation_tokens.inc_by(tokens);
+    }
+
+    /// Records the time between two token messages.
+    pub(crate) fn between_tokens(&self, time: Duration) {
+        self.inter_token.observe(time.as_secs_f64());
+        self.vllm.between_tokens(time.as_secs_f64());
     }
 
     /// Records a stage's time in milliseconds.
@@ -264,6 +316,8 @@ impl Metrics {
 
     /// The Prometheus text format.
     pub(crate) fn render(&self) -> Vec<u8> {
+        self.vllm.running.set(self.in_flight.get());
+        self.vllm.waiting.set(self.queued.get());
         let mut out = Vec::new();
         if let Err(error) = TextEncoder::new().encode(&self.registry.gather(), &mut out) {
             tracing::error!(%error, "metrics");
@@ -279,56 +333,6 @@ const FAST: &[f64] =
 const SLOW: &[f64] =
     &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0, 600.0];
 
-/// Makes and registers metrics under one prefix.
-struct Made<'a>(&'a Registry);
-
-impl Made<'_> {
-    fn register<C: prometheus::core::Collector + Clone + 'static>(
-        &self,
-        made: C,
-    ) -> Result<C, prometheus::Error> {
-        self.0.register(Box::new(made.clone()))?;
-        Ok(made)
-    }
-
-    fn counter(&self, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-        self.register(IntCounter::with_opts(opts(name, help))?)
-    }
-
-    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, prometheus::Error> {
-        self.register(IntCounterVec::new(opts(name, help), labels)?)
-    }
-
-    fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-        self.register(IntGauge::with_opts(opts(name, help))?)
-    }
-
-    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec, prometheus::Error> {
-        self.register(IntGaugeVec::new(opts(name, help), labels)?)
-    }
-
-    fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Result<Histogram, prometheus::Error> {
-        self.register(Histogram::with_opts(HistogramOpts::from(opts(name, help)).buckets(buckets.to_vec()))?)
-    }
-
-    fn histograms(
-        &self,
-        name: &str,
-        help: &str,
-        labels: &[&str],
-        buckets: &[f64],
-    ) -> Result<HistogramVec, prometheus::Error> {
-        self.register(HistogramVec::new(
-            HistogramOpts::from(opts(name, help)).buckets(buckets.to_vec()),
-            labels,
-        )?)
-    }
-}
-
-fn opts(name: &str, help: &str) -> Opts {
-    Opts::new(format!("pd_bridge_{name}"), help)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -336,7 +340,7 @@ mod tests {
 
     #[test]
     fn free_text_never_becomes_a_label() {
-        let metrics = Metrics::new().unwrap();
+        let metrics = Metrics::new("m").unwrap();
         let verdict = |reason: &str| {
             Verdict::without_receipt(VerdictKind::Failed, Some(reason.into()), Parties::default(), 1)
         };
@@ -349,7 +353,7 @@ mod tests {
 
     #[test]
     fn a_first_failure_is_an_increase() {
-        let text = String::from_utf8(Metrics::new().unwrap().render()).unwrap();
+        let text = String::from_utf8(Metrics::new("m").unwrap().render()).unwrap();
         assert!(text.contains(r#"pd_bridge_requests_total{reason="timeout",verdict="failed"} 0"#), "{text}");
     }
 }
