@@ -58,10 +58,13 @@ impl Beats {
                 _ = connects.changed() => false,
             };
             let wall_passed = wall.elapsed().unwrap_or_default();
-            if due && slept(HEARTBEAT_INTERVAL, mono.elapsed(), wall_passed) {
+            if slept(HEARTBEAT_INTERVAL, mono.elapsed(), wall_passed) {
                 tracing::info!("this machine slept; connecting again");
-                // A connection that is as dead as it looks alive would be noticed only after some pings.
-                let _ = self.bus.client.force_reconnect().await;
+                // A connection that is as dead as it looks alive would be noticed only after some pings. One that has
+                // changed meanwhile is new already, or on its way.
+                if due {
+                    let _ = self.bus.client.force_reconnect().await;
+                }
             }
             if !due {
                 tokio::time::sleep(SETTLE).await;

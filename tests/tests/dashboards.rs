@@ -5,7 +5,7 @@ use pd_tests::fakes::{Act, FakePrefill, Meddle, Play};
 use pd_tests::http::{self, completion, post};
 use pd_tests::lab::beat;
 use pd_tests::nats::Nats;
-use pd_tests::paths::{bin, root};
+use pd_tests::paths::root;
 use pd_tests::prometheus::Prometheus;
 use pd_tests::scene::{BLOCK, prompt};
 use pd_tests::stack::{Gateway, Worker};
@@ -62,12 +62,6 @@ fn operands(alert: &str) -> Vec<String> {
     parts.map(bare).collect()
 }
 
-/// Whether this gateway hears of machines; one that can't has no metrics of them.
-fn has_bus() -> bool {
-    let help = std::process::Command::new(bin("pd-bridge")).args(["gateway", "--help"]).output().unwrap();
-    String::from_utf8_lossy(&help.stdout).contains("--nats ")
-}
-
 /// One request of every verdict.
 async fn traffic(gateway: &str, relay: &FakePrefill) {
     let ask = async |headers: &[(&str, &str)], text: &str| {
@@ -107,9 +101,7 @@ async fn every_expression_has_an_answer_where_there_was_traffic() {
     let relay = FakePrefill::before(&prefill.addresses.control, Play::Relay(Meddle::nothing())).await;
     let url = nats.url();
     let (control, before) = (&decode.addresses.control, &relay.server.addr);
-    let flags = ["--nats", &url];
-    let flags = if has_bus() { &flags[..] } else { &[] };
-    let gateway = Gateway::start(tiny::model(), control, Some(before), flags).await;
+    let gateway = Gateway::start(tiny::model(), control, Some(before), &["--nats", &url]).await;
     let prometheus = Prometheus::start(&[&gateway.addr]).await;
 
     // Two machines: one with a GPU and workers, one that is only there.
@@ -134,10 +126,7 @@ async fn every_expression_has_an_answer_where_there_was_traffic() {
     })
     .await;
 
-    let mut targets = targets();
-    if !has_bus() {
-        targets.retain(|t| t.dashboard != "nodes.json");
-    }
+    let targets = targets();
     assert!(targets.len() >= 40, "only {} expressions found", targets.len());
     let mut wrong = vec![];
     for target in &targets {
@@ -154,9 +143,6 @@ async fn every_expression_has_an_answer_where_there_was_traffic() {
     assert!(alerts.len() >= 8, "{alerts:?}");
     for alert in &alerts {
         for part in operands(&alert.expression) {
-            if !has_bus() && (part.contains("pd_bridge_node_") || part.contains("pd_bridge_bus_")) {
-                continue;
-            }
             let answer = prometheus.query(&part).await;
             if !answer.as_ref().is_ok_and(|series| numbers(series).iter().any(|n| n.is_finite())) {
                 wrong.push(format!("alert {}: {part}\n    {answer:?}", alert.name));

@@ -4,6 +4,7 @@
 use pd_tests::nats;
 use pd_tests::paths::{bin, root};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -113,6 +114,43 @@ fn units_are_valid_and_hardened() {
     assert!(ok, "{}", String::from_utf8_lossy(&said));
 }
 
+#[test]
+fn compose_mounts_what_exists_and_sets_what_is_known() {
+    let file = deploy().join("compose.yaml");
+    let compose = &parsed(std::slice::from_ref(&file))[file.to_str().unwrap()];
+    let services = compose["services"].as_object().unwrap();
+    let names: BTreeSet<&str> = services.keys().map(String::as_str).collect();
+    assert_eq!(names, BTreeSet::from(["gateway", "grafana", "nats", "prometheus"]));
+    let example = std::fs::read_to_string(deploy().join("compose.env.example")).unwrap();
+    for (name, service) in services {
+        for volume in service["volumes"].as_array().into_iter().flatten() {
+            let volume = volume.as_str().unwrap();
+            if let Some(rest) = volume.strip_prefix("./") {
+                let source = rest.split(':').next().unwrap();
+                assert!(deploy().join(source).exists(), "{name} mounts {source}");
+            }
+        }
+        let image = service["image"].as_str().unwrap();
+        assert!(
+            name == "gateway"
+                || image.rsplit(':').next().unwrap().starts_with(|c: char| c.is_ascii_digit() || c == 'v'),
+            "{image} is not pinned"
+        );
+        for variable in service.to_string().split("${").skip(1) {
+            let variable: String =
+                variable.chars().take_while(|c| c.is_ascii_uppercase() || *c == '_').collect();
+            assert!(example.contains(&format!("{variable}=")), "{variable} is not in compose.env.example");
+        }
+    }
+    let help = help("pd-bridge", &["gateway"]).unwrap();
+    for variable in services["gateway"]["environment"].as_object().unwrap().keys() {
+        assert!(help.contains(&format!("[env: {variable}=")), "pd-bridge gateway knows no {variable}");
+    }
+    let dockerfile = std::fs::read_to_string(deploy().join("Dockerfile")).unwrap();
+    let target = services["gateway"]["build"]["target"].as_str().unwrap();
+    assert!(dockerfile.contains(&format!(" AS {target}\n")), "no stage {target}");
+}
+
 /// Code blocks of a guide, with their language.
 fn blocks(text: &str) -> Vec<(String, String)> {
     let parts: Vec<&str> = text.split("```").collect();
@@ -151,7 +189,7 @@ fn every_command_and_setting_of_the_guides_exists() {
             assert!(root().join(path).exists(), "{guide} speaks of {path}");
         }
     }
-    assert!(commands > 5, "only {commands} commands found");
+    assert!(commands > 10, "only {commands} commands found");
 }
 
 /// Every section is read by its program, which then stops at the model, not before.

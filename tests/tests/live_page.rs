@@ -53,10 +53,11 @@ async fn with_keys_only_an_administrator_may_look() {
     let keys = keys.to_str().unwrap();
     let gateway = Gateway::start_unready(tiny::model(), "127.0.0.1:1", None, &["--api-keys-file", keys]);
     gateway.listening().await;
-    let page = |value: Option<String>| async {
+    let addr = gateway.addr.as_str();
+    let page = |value: Option<String>| async move {
         let header = value.as_deref().map(|v| ("authorization", v));
         let header: Vec<_> = header.into_iter().collect();
-        http::send(&gateway.addr, "GET", "/", &header, None).await.unwrap()
+        http::send(addr, "GET", "/", &header, None).await.unwrap()
     };
     let basic = |secret: &str| format!("Basic {}", BASE64.encode(format!("anyone:{secret}")));
 
