@@ -217,8 +217,8 @@ INLINE void tile(const Product& p, int row, int first_column, int columns, int f
     Vector left, right;
     load(left, panel + size_t(t) * panel_stride), load(right, panel + size_t(t) * panel_stride + lanes);
     if (next < next_end) {
-      __builtin_prefetch(next);
-      __builtin_prefetch(next + 16);
+      __builtin_prefetch(next, 0, 2);
+      __builtin_prefetch(next + 16, 0, 2);
       next += 32;
     }
 #pragma GCC unroll 16

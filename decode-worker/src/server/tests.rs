@@ -1,3 +1,4 @@
+mod answers;
 mod support;
 
 use super::*;

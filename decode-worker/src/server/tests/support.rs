@@ -9,6 +9,7 @@ use shared::control::{
     Incoming, KvRecipe, PROTOCOL_VERSION, Rates, Require, Role, RopeRecipe, Sampling, TransferOffer, serve,
 };
 use shared::hexbytes::Hex;
+use shared::tokenizer::Tokenizer;
 use shared::transport::{FrameReceiver, FrameSender, connect};
 use shared::weights::{HostTensor, TensorFormat, TensorInfo, WeightsError};
 use shared::wire::{Commit, FrameHeader, FrameKind, Open, TransferDigest, payload_crc};
@@ -19,6 +20,31 @@ pub(super) type Client = ControlClient<DecodeRequest, DecodeEvent>;
 pub(super) const LIMIT: Duration = Duration::from_secs(10);
 pub(super) const MAX_TOKENS: u32 = 400;
 pub(super) const SLOW: Duration = Duration::from_millis(3);
+
+/// Tokens 0… are these, one letter each; then comes the one that ends an answer.
+const LETTERS: &str = "abcdefghijklmnopqrstuvwxyz0123456789";
+const END: u32 = 36;
+
+fn tokenizer() -> Tokenizer {
+    let vocab: serde_json::Map<_, _> =
+        (0_u32..).zip(LETTERS.chars()).map(|(i, c)| (c.into(), i.into())).collect();
+    let bytes = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+        "use_regex": false});
+    let definition = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+        "added_tokens": [{"id": END, "content": "<|end|>", "special": true, "normalized": false,
+            "single_word": false, "lstrip": false, "rstrip": false}],
+        "pre_tokenizer": bytes, "decoder": bytes,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+    });
+    Tokenizer::from_json(definition.to_string().as_bytes()).unwrap()
+}
+
+/// The text of tokens.
+pub(super) fn letters(ids: &[u32]) -> String {
+    ids.iter().map(|&id| LETTERS.chars().nth(id as usize).unwrap()).collect()
+}
 
 struct OneMatrix;
 
@@ -83,7 +109,7 @@ pub(super) async fn bench(pass: Duration) -> Bench {
         engine: handle,
         store: PrefixStore::new(100 * 16),
         transfers: transfers.clone(),
-        constraints: None,
+        constraints: Some(Compiler::new(&tokenizer(), VOCAB as usize, &[END]).unwrap()),
         source: Arc::new(OneMatrix),
         max_requests: 5,
         inspect_dir: Some(dir.path().to_owned()),
@@ -175,8 +201,26 @@ impl Bench {
 }
 
 pub(super) async fn prepare(client: &Client, id: &str, tokens: &[u32]) -> Result<u32, WorkerError> {
+    announce(client, id, tokens, None).await
+}
+
+pub(super) async fn constrained(
+    client: &Client,
+    id: &str,
+    tokens: &[u32],
+    constraint: Constraint,
+) -> Result<u32, WorkerError> {
+    announce(client, id, tokens, Some(constraint)).await
+}
+
+async fn announce(
+    client: &Client,
+    id: &str,
+    tokens: &[u32],
+    constraint: Option<Constraint>,
+) -> Result<u32, WorkerError> {
     let request =
-        DecodeRequest::Prepare { request_id: id.into(), tokens: tokens.to_vec().into(), constraint: None };
+        DecodeRequest::Prepare { request_id: id.into(), tokens: tokens.to_vec().into(), constraint };
     match client.call(&request, LIMIT).await.unwrap() {
         DecodeEvent::Prepared { resident_tokens, .. } => Ok(resident_tokens),
         DecodeEvent::Error(error) => Err(error),
