@@ -19,6 +19,7 @@ run: build ## all three processes on this machine: make run MODEL=… PORT=…
 	@deploy/setup/run.sh "$(MODEL)" "$(PORT)"
 
 test: build ## formatting, lints, unit and end-to-end tests
+	@tests/clients/all.sh
 	cargo fmt --all --check
 	cargo clippy --release --workspace --all-targets -- -D warnings
 	cargo test --release --workspace --no-fail-fast

@@ -18,7 +18,10 @@ main() {
     uris >"$work/uris" || die "apt cannot name what $PACKAGE needs"
     [[ -s $work/uris ]] || die "$PACKAGE is installed already, but its program was not found in PATH"
     say "fetching $(wc -l <"$work/uris") packages for $PACKAGE"
-    fetch "$work" || die "apt cannot download $PACKAGE"
+    fetch "$work" || {
+      # The lists may be older than what the archive holds.
+      update && uris >"$work/uris" && fetch "$work" || die "apt cannot download $PACKAGE"
+    }
     rm -rf "$TARGET"
     mkdir -p "$TARGET"
     local deb
@@ -30,12 +33,15 @@ main() {
 
 # The names of what would be installed, one `package=version` a line. A machine whose package lists are empty gets its own.
 uris() {
-  apt_get -s --no-install-recommends install "$PACKAGE" >/dev/null 2>&1 || {
-    say "reading Debian's package lists"
-    mkdir -p "$LISTS/partial"
-    apt_get -qq update >&2
-  }
+  apt_get -s --no-install-recommends install "$PACKAGE" >/dev/null 2>&1 || update
   apt_get -s --no-install-recommends install "$PACKAGE" | sed -n 's/^Inst \([^ ]*\).* (\([^ ]*\) .*/\1=\2/p'
+}
+
+# Lists of this checkout's own: the system's may be written by root alone.
+update() {
+  say "reading Debian's package lists"
+  mkdir -p "$LISTS/partial"
+  apt_get -qq update >&2
 }
 
 fetch() {

@@ -25,10 +25,6 @@ mod up;
 mod verdicts;
 mod verify;
 
-/// Half of what a short request costs would be allocation otherwise (measured by `make bench-gateway`).
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 fn main() -> std::process::ExitCode {
     cli::main()
 }

@@ -58,7 +58,11 @@ impl Prometheus {
         let process = Process::start_at(&programs().join("prometheus"), &args);
         let started = Self { _process: process, _dir: dir, addr };
         crate::wait::until("Prometheus has read the gateways", Duration::from_secs(30), || async {
-            http::send(&started.addr, "GET", "/-/ready", &[], None).await.ok()?;
+            // A server that is starting answers 503 as soon as it listens.
+            let ready = http::send(&started.addr, "GET", "/-/ready", &[], None).await.ok()?;
+            if ready.status != 200 {
+                return None;
+            }
             let up = started.query(r#"up{job="pd-bridge"} == 1"#).await.ok()?;
             (up.len() == gateways.len()).then_some(())
         })

@@ -232,7 +232,7 @@ async fn odd_but_legal_http_is_answered() {
     for (line, status) in [
         ("OPTIONS /v1/models HTTP/1.1", 405),
         ("DELETE /v1/models HTTP/1.1", 405),
-        ("TRACE / HTTP/1.1", 404),
+        ("TRACE / HTTP/1.1", 405),
         ("BREW /nowhere HTTP/1.1", 404),
     ] {
         assert_eq!(

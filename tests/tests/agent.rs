@@ -59,7 +59,8 @@ async fn an_agent_survives_restarts_of_the_server() {
         scene.nats.restart();
         let back = Instant::now();
         let beat = scene.beat(operator.bus(), |_| true).await;
-        assert!(back.elapsed() < Duration::from_secs(6), "round {round}: {:?}", back.elapsed());
+        // Two clients come back, each after at most four seconds of waiting, and a heartbeat takes five.
+        assert!(back.elapsed() < Duration::from_secs(15), "round {round}: {:?}", back.elapsed());
         assert_eq!(beat.boot_id, last.boot_id, "the same agent");
         assert!(beat.sequence > last.sequence);
         scene.ready(&operator).await;

@@ -170,7 +170,7 @@ async fn hostile_heartbeats_are_counted_and_hurt_nobody() {
     let good = SimulatedAgent::start(&lab.nats.settings(), "third", vec![]).await;
     let mut evil = good.current();
     evil.sequence = 1_000_000;
-    evil.workers = vec![lab.mac.current().workers[0].clone(); 5000];
+    evil.workers = vec![lab.mac.current().workers[0].clone(); 1500];
     let many = evil.encode();
     evil.workers.truncate(1);
     evil.workers[0].control_addr = "not an address".into();

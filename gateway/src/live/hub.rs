@@ -296,6 +296,7 @@ mod tests {
     fn all_positions_read_means_transfer() {
         let live = Live::new(true);
         let a = live.begin("a", 5, Instant::now());
+        a.enter(Stage::Prefill);
         a.progress(Stage::Prefill, 4, 4);
         assert_eq!(seen(&live, 0).1[0]["stages"][2]["stage"], "transfer");
     }
