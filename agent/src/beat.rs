@@ -31,6 +31,7 @@ impl Beats {
         let mut connects = self.bus.connects();
         let (mut state, mut workers) = (self.state.watch(), self.workers.watch());
         let mut sequence = 0;
+        let mut looked = (Instant::now(), SystemTime::now());
         loop {
             let now = *state.borrow_and_update();
             workers.borrow_and_update();
@@ -50,24 +51,24 @@ impl Beats {
                 let _ = tokio::time::timeout(Duration::from_secs(2), self.bus.client.flush()).await;
                 return;
             }
-            let (mono, wall) = (Instant::now(), SystemTime::now());
             let due = tokio::select! {
                 () = tokio::time::sleep(HEARTBEAT_INTERVAL) => true,
                 _ = state.changed() => false,
                 _ = workers.changed() => false,
                 _ = connects.changed() => false,
             };
-            let wall_passed = wall.elapsed().unwrap_or_default();
-            if slept(HEARTBEAT_INTERVAL, mono.elapsed(), wall_passed) {
+            if !due {
+                tokio::time::sleep(SETTLE).await;
+            }
+            // From one look to the next, so that no moment of the round is without a watch.
+            let (mono, wall) = std::mem::replace(&mut looked, (Instant::now(), SystemTime::now()));
+            if slept(HEARTBEAT_INTERVAL, mono.elapsed(), wall.elapsed().unwrap_or_default()) {
                 tracing::info!("this machine slept; connecting again");
                 // A connection that is as dead as it looks alive would be noticed only after some pings. One that has
                 // changed meanwhile is new already, or on its way.
                 if due {
                     let _ = self.bus.client.force_reconnect().await;
                 }
-            }
-            if !due {
-                tokio::time::sleep(SETTLE).await;
             }
         }
     }
