@@ -75,7 +75,8 @@ impl Fleet {
                     queued_tokens: prefill.load.all_tokens(length),
                     reusable_tokens: held(prefill.seen.leading(&keys)),
                 };
-                outlooks.push(Peer { identity: prefill.identity, outlook });
+                let is_resting = pairing.is_resting();
+                outlooks.push(Peer { identity: prefill.identity, outlook, is_resting });
                 peers.push((prefill, pairing.clone()));
             }
             let rates = decoder.rates();

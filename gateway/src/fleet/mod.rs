@@ -9,6 +9,7 @@ mod pairing;
 mod pairs;
 mod seen;
 mod slot;
+mod trust;
 mod view;
 
 pub(crate) use candidates::Candidate;

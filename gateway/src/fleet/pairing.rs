@@ -2,14 +2,17 @@
 
 use super::link::{DecodeLink, PrefillLink};
 use super::node::Watch;
+use super::trust::Trust;
 use parking_lot::Mutex;
 use shared::control::{
     ControlError, DecodeEvent, DecodeRequest, PairSpec, PrefillEvent, PrefillReport, PrefillRequest,
 };
+use shared::wire::AbortCode;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// Pairing may fetch every layer's projections over a slow link.
@@ -26,6 +29,7 @@ pub(crate) struct Pairing {
     /// Told of every change.
     changed: watch::Sender<()>,
     link_bytes_per_s: Mutex<f64>,
+    trust: Mutex<Trust>,
 }
 
 /// Two connections that can bridge.
@@ -41,7 +45,8 @@ impl Pairing {
         changed: watch::Sender<()>,
         shutdown: CancellationToken,
     ) -> Arc<Self> {
-        let pairing = Arc::new(Self { paired: Mutex::new(None), changed, link_bytes_per_s: Mutex::new(0.0) });
+        let (link_bytes_per_s, trust) = (Mutex::new(0.0), Mutex::default());
+        let pairing = Arc::new(Self { paired: Mutex::new(None), changed, link_bytes_per_s, trust });
         let task = pairing.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -93,8 +98,28 @@ impl Pairing {
         *self.link_bytes_per_s.lock()
     }
 
+    /// Whether transfers between the two have failed so often that other ways are better for now.
+    pub(crate) fn is_resting(&self) -> bool {
+        self.trust.lock().is_resting(Instant::now())
+    }
+
+    /// A request is about to try a transfer.
+    pub(crate) fn tried(&self) {
+        self.trust.lock().tried(Instant::now());
+    }
+
+    /// Learns from a transfer that came to nothing.
+    pub(crate) fn failed(&self, code: AbortCode) {
+        let rest = self.trust.lock().failed(code, Instant::now());
+        if let (Some(rest), Some(paired)) = (rest, &*self.paired.lock()) {
+            let (prefill, rest_s) = (&paired.prefill.hello.node, rest.as_secs());
+            tracing::warn!(%prefill, %code, rest_s, "its transfers fail again and again: no bridges for a while");
+        }
+    }
+
     /// Learns from a finished transfer.
     pub(crate) fn learn(&self, report: &PrefillReport) {
+        self.trust.lock().succeeded();
         let mut rate = self.link_bytes_per_s.lock();
         *rate = learned(*rate, report);
     }
@@ -112,6 +137,8 @@ impl Pairing {
                 loop {
                     match introduce(&d, &p).await {
                         Ok(()) => {
+                            // What failed between the connections before says nothing of these.
+                            self.trust.lock().succeeded();
                             self.set(Some(Paired { decode_serial: d.serial, prefill: p }));
                             break;
                         }

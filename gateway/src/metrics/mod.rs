@@ -154,7 +154,8 @@ impl Stage {
 }
 
 /// Reasons of a plan.
-const PLAN_REASONS: &[&str] = &["short_prompt", "no_prefill_worker", "predicted_slower", "forced", "evicted"];
+const PLAN_REASONS: &[&str] =
+    &["short_prompt", "no_prefill_worker", "prefill_worker_failing", "predicted_slower", "forced", "evicted"];
 /// Reasons of a transfer that came to little or nothing.
 const TRANSFER_REASONS: &[&str] = &[
     "nothing_arrived",

@@ -57,6 +57,7 @@ impl Bridge {
         keys: Arc<[BlockKey]>,
         offer: TransferOffer,
     ) -> Result<Self, Abort> {
+        pairing.tried();
         let queued = link.load.tokens();
         let length = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
         let limit = deadlines::prompt(length, queued, link.rates().prefill_tokens_per_s);
@@ -71,7 +72,10 @@ impl Bridge {
         let (span, began) = (Span::below("prefill", trace::current().as_ref()), SystemTime::now());
         let request = PrefillRequest::Prefill(spec.clone());
         let events = trace::scope(span.context(), link.client.request(&request)).await;
-        let events = events.map_err(|e| Abort::new(AbortCode::ConnectionLost, e.to_string()))?;
+        let events = events.map_err(|e| {
+            pairing.failed(AbortCode::ConnectionLost);
+            Abort::new(AbortCode::ConnectionLost, e.to_string())
+        })?;
         // The worker keeps the deadline itself; this one is for a worker that hangs.
         let deadline = Instant::now() + limit + deadlines::exchange(length);
         let (decoder, spec) = (decoder.clone(), Some(Box::new(spec)));
@@ -124,6 +128,7 @@ impl Bridge {
     }
 
     fn broken(&mut self, abort: Abort) -> BridgeEvent {
+        self.pairing.failed(abort.code);
         self.span.fail(abort.to_string());
         drop(std::mem::take(&mut self.span));
         self.events = None;

@@ -83,6 +83,8 @@ pub(crate) enum NativeReason {
     ShortPrompt,
     /// None connected and paired.
     NoPrefillWorker,
+    /// Transfers from every prefill worker there is have failed again and again; they rest for a while.
+    PrefillFailing,
     /// Measured rates say that the decoder is faster.
     PredictedSlower,
     /// `X-PD-Bridge-Route: native`.
@@ -95,6 +97,7 @@ impl NativeReason {
         match self {
             Self::ShortPrompt => "short_prompt",
             Self::NoPrefillWorker => "no_prefill_worker",
+            Self::PrefillFailing => "prefill_worker_failing",
             Self::PredictedSlower => "predicted_slower",
             Self::Forced => "forced",
         }

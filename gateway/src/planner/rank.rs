@@ -4,7 +4,7 @@
 //! differences between two gateways' knowledge of it don't matter, because among workers that are about equally good
 //! a hash of the prompt's beginning and the worker's name decides, the same everywhere.
 
-use super::{Plan, PrefillOutlook, Route, Situation, bridge_ms, native_ms, plan};
+use super::{NativeReason, Plan, PrefillOutlook, Route, Situation, bridge_ms, native_ms, plan};
 use shared::control::Require;
 
 /// A worker this much slower than the best is as good as the best, so that hashing may choose it.
@@ -85,6 +85,8 @@ pub(crate) struct Peer {
     pub(crate) identity: u64,
     /// What is known of it.
     pub(crate) outlook: PrefillOutlook,
+    /// Transfers from it have failed again and again: only for those who insist on a bridge.
+    pub(crate) is_resting: bool,
 }
 
 /// A decoder with the prefill worker to take, and what is to be expected.
@@ -170,7 +172,7 @@ fn expect(wanted: &Wanted, decoder: usize, d: &DecoderOutlook, assumed: f64) -> 
     };
     let peer = if may_bridge { best_peer(wanted, &situation(None), &d.peers) } else { None };
     let s = situation(peer.map(|p| d.peers[p].outlook));
-    let plan = plan(&s);
+    let plan = because(plan(&s), d);
     let end = s.prompt_tokens.saturating_sub(1);
     let missing = end - s.resident_tokens.min(end);
     // The last position is always computed by the decoder.
@@ -192,7 +194,20 @@ fn expect(wanted: &Wanted, decoder: usize, d: &DecoderOutlook, assumed: f64) -> 
     Ranked { decoder, peer, plan, ttft_ms, cost_ms: ttft_ms + d.requests as f64 * per_request }
 }
 
+/// Says it where resting is the reason for there being no prefill worker.
+fn because(plan: Plan, d: &DecoderOutlook) -> Plan {
+    let rest = d.tier == Tier::Alive && !d.peers.is_empty();
+    match plan {
+        Plan::Native(NativeReason::NoPrefillWorker) if rest => Plan::Native(NativeReason::PrefillFailing),
+        plan => plan,
+    }
+}
+
+/// The peer that is done first; one that rests only if there is no other and the client insists.
 fn best_peer(wanted: &Wanted, s: &Situation, peers: &[Peer]) -> Option<usize> {
+    let insists = wanted.route == Route::Bridge || wanted.require != Require::Nothing;
+    let is_usable = |p: &Peer| !p.is_resting;
+    let use_resting = insists && !peers.iter().any(is_usable);
     let end = s.prompt_tokens.saturating_sub(1);
     let missing = end - s.resident_tokens.min(end);
     let assumed = peers.iter().map(|p| p.outlook.tokens_per_s).fold(0.0, f64::max);
@@ -200,8 +215,11 @@ fn best_peer(wanted: &Wanted, s: &Situation, peers: &[Peer]) -> Option<usize> {
         let tokens_per_s = known_or(p.outlook.tokens_per_s, assumed);
         bridge_ms(s, &PrefillOutlook { tokens_per_s, ..p.outlook }, missing)
     };
-    let best = peers.iter().map(cost).min_by(f64::total_cmp)?;
-    let equals = peers.iter().enumerate().filter(|(_, p)| !is_clearly_better(best, cost(p)));
+    let best = peers.iter().filter(|p| use_resting || is_usable(p)).map(cost).min_by(f64::total_cmp)?;
+    let equals = peers
+        .iter()
+        .enumerate()
+        .filter(|(_, p)| (use_resting || is_usable(p)) && !is_clearly_better(best, cost(p)));
     let chosen =
         equals.max_by_key(|(_, p)| (weight(wanted.prefix, p.identity), std::cmp::Reverse(p.identity)));
     chosen.map(|(i, _)| i)

@@ -119,6 +119,23 @@ async fn a_failing_prefill_is_told_to_the_decoder_at_once() {
 }
 
 #[tokio::test]
+async fn a_prefill_worker_that_fails_again_and_again_rests() {
+    let s = Stack::plain(Script { prefill: Some(PrefillScript::Fails), ..Script::saying(&["ok"]) }).await;
+    let ask = async |headers: &[(&str, &str)]| {
+        let v = post(s.addr, "/v1/completions", headers, &completion(&json!({}))).await.verdict();
+        (v["verdict"].as_str().unwrap_or_default().to_owned(), v["reason"].as_str().map(str::to_owned))
+    };
+    let failed = ("failed".to_owned(), Some("prefill_failed".to_owned()));
+    for _ in 0..3 {
+        assert_eq!(ask(&[]).await, failed);
+    }
+    let resting = ("native".to_owned(), Some("prefill_worker_failing".to_owned()));
+    assert_eq!(ask(&[]).await, resting);
+    assert_eq!(ask(&[("X-PD-Bridge-Route", "bridge")]).await, failed, "who insists gets a try");
+    assert_eq!(ask(&[]).await, resting);
+}
+
+#[tokio::test]
 async fn a_prefill_worker_lost_after_the_answer_began_changes_nothing() {
     let script = Script {
         prefill: Some(PrefillScript::LostLate),

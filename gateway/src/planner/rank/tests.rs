@@ -27,7 +27,7 @@ fn decoder(identity: u64) -> DecoderOutlook {
 fn peer(identity: u64) -> Peer {
     let outlook =
         PrefillOutlook { tokens_per_s: 1000.0, link_bytes_per_s: 1e9, queued_tokens: 0, reusable_tokens: 0 };
-    Peer { identity, outlook }
+    Peer { identity, outlook, is_resting: false }
 }
 
 fn first(wanted: &Wanted, decoders: &[DecoderOutlook]) -> (u64, Option<u64>) {
@@ -59,6 +59,29 @@ fn what_a_decoder_holds_outweighs_the_hash_and_a_long_queue_outweighs_what_it_ho
         let busy = DecoderOutlook { requests: 40, ..holds };
         assert_ne!(first(&wanted(prefix), &[busy, decoder(2), decoder(3)]).0, 1);
     }
+}
+
+#[test]
+fn a_resting_pair_is_for_those_who_insist() {
+    let insisting = Wanted { route: Route::Bridge, ..wanted(0) };
+    let demanding = Wanted { require: Require::Any, ..wanted(0) };
+    let resting = |identity| Peer { is_resting: true, ..peer(identity) };
+    let alone = DecoderOutlook { peers: vec![resting(10)], ..decoder(1) };
+    let ranked = rank(&wanted(0), std::slice::from_ref(&alone))[0];
+    assert_eq!((ranked.peer, ranked.plan), (None, Plan::Native(NativeReason::PrefillFailing)));
+    for wanted in [&insisting, &demanding] {
+        let ranked = rank(wanted, std::slice::from_ref(&alone))[0];
+        assert_eq!((ranked.peer, matches!(ranked.plan, Plan::Bridge { .. })), (Some(0), true));
+    }
+    // A pair in good standing is better, for everyone and however slow.
+    let mut slower = peer(11);
+    slower.outlook.tokens_per_s = 300.0;
+    let both = DecoderOutlook { peers: vec![resting(10), slower], ..decoder(1) };
+    for wanted in [&wanted(0), &insisting, &demanding] {
+        assert_eq!(first(wanted, std::slice::from_ref(&both)).1, Some(11));
+    }
+    let none = DecoderOutlook { peers: Vec::new(), ..decoder(1) };
+    assert_eq!(rank(&wanted(0), &[none])[0].plan, Plan::Native(NativeReason::NoPrefillWorker));
 }
 
 #[test]
@@ -117,8 +140,9 @@ fn nothing_to_choose_from_is_no_choice() {
 
 prop_compose! {
     fn peers()(identity in any::<u64>(), tokens_per_s in 0f64..1e5, link_bytes_per_s in 0f64..1e10,
-        queued_tokens in 0u64..1_000_000, reusable_tokens in 0u32..10_000) -> Peer {
-        Peer { identity, outlook: PrefillOutlook { tokens_per_s, link_bytes_per_s, queued_tokens, reusable_tokens } }
+        queued_tokens in 0u64..1_000_000, reusable_tokens in 0u32..10_000,
+        is_resting in prop::bool::weighted(0.2)) -> Peer {
+        Peer { identity, outlook: PrefillOutlook { tokens_per_s, link_bytes_per_s, queued_tokens, reusable_tokens }, is_resting }
     }
 }
 
