@@ -3,7 +3,7 @@
 use crate::access_log::AccessLog;
 use crate::discovery;
 use crate::fleet::{self, Discovery, Fleet};
-use crate::http::{self, Admission, App};
+use crate::http::{self, Admission, App, Bodies};
 use crate::keys::{KeyRing, keep_current};
 use crate::live::Live;
 use crate::live::session::Sessions;
@@ -142,6 +142,7 @@ impl Gateway {
         let app = Arc::new(App {
             ctx,
             keys,
+            bodies: Bodies::new(settings.max_body_bytes, settings.max_bodies_bytes),
             admission: Admission::new(settings.limits, metrics),
             max_connections: make_room(settings.max_connections),
             access_log,

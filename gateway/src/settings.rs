@@ -102,6 +102,9 @@ pub(crate) struct GatewayArgs {
     /// Largest request body, in bytes [default: 16777216]
     #[arg(long, env = "PD_BRIDGE_MAX_BODY_BYTES")]
     pub(crate) max_body_bytes: Option<usize>,
+    /// Memory for the bodies of all requests that are read, wait or run, in bytes; beyond it 429 [default: 268435456]
+    #[arg(long, env = "PD_BRIDGE_MAX_BODIES_BYTES")]
+    pub(crate) max_bodies_bytes: Option<usize>,
     /// Largest request head, in bytes [default: 65536]
     #[arg(long, env = "PD_BRIDGE_MAX_HEADER_BYTES")]
     pub(crate) max_header_bytes: Option<usize>,
@@ -167,6 +170,7 @@ pub(crate) struct Settings {
     pub(crate) limits: Limits,
     pub(crate) max_connections: usize,
     pub(crate) max_body_bytes: usize,
+    pub(crate) max_bodies_bytes: usize,
     pub(crate) max_header_bytes: usize,
     pub(crate) patience: Patience,
     pub(crate) reconnect_wait: Duration,
@@ -211,6 +215,7 @@ impl GatewayArgs {
             queue_timeout_ms: self.queue_timeout_ms.or(f.queue_timeout_ms),
             max_connections: self.max_connections.or(f.max_connections),
             max_body_bytes: self.max_body_bytes.or(f.max_body_bytes),
+            max_bodies_bytes: self.max_bodies_bytes.or(f.max_bodies_bytes),
             max_header_bytes: self.max_header_bytes.or(f.max_header_bytes),
             header_read_timeout_ms: self.header_read_timeout_ms.or(f.header_read_timeout_ms),
             idle_timeout_ms: self.idle_timeout_ms.or(f.idle_timeout_ms),
@@ -276,6 +281,11 @@ impl GatewayArgs {
             max_body_bytes: at_least(
                 "gateway.max_body_bytes",
                 self.max_body_bytes.unwrap_or(16 << 20),
+                1024,
+            )?,
+            max_bodies_bytes: at_least(
+                "gateway.max_bodies_bytes",
+                self.max_bodies_bytes.unwrap_or(256 << 20),
                 1024,
             )?,
             max_header_bytes,

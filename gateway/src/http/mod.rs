@@ -3,12 +3,14 @@
 mod admission;
 mod answer;
 mod auth;
+mod bodies;
 mod bridge_headers;
 mod cache_usage;
 mod chat;
 mod completions;
 mod connections;
 mod cors;
+mod endpoint;
 mod error;
 mod form;
 mod head_limit;
@@ -37,6 +39,7 @@ mod voice;
 mod write_clock;
 
 pub(crate) use admission::{Admission, Limits};
+pub(crate) use bodies::Bodies;
 pub(crate) use connections::Patience;
 pub(crate) use cors::cors;
 pub(crate) use server::serve;
@@ -63,6 +66,8 @@ pub(crate) struct App {
     pub(crate) settings: Settings,
     /// The keys in force.
     pub(crate) keys: Arc<KeyRing>,
+    /// What clients send.
+    pub(crate) bodies: Bodies,
     /// The way in.
     pub(crate) admission: Admission,
     /// Connections at once, as far as the system allows.

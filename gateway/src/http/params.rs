@@ -1,66 +1,29 @@
 //! Reading a request body: every wrong type or range is a 400 that names the parameter; unknown fields are
 //! ignored; what is not offered is refused rather than silently left out.
 
+use super::bodies::{Held, Share};
 use super::error::ApiError;
-use axum::body::Body;
-use http_body_util::BodyExt as _;
 use serde_json::{Map, Value};
-use std::time::Duration;
-use tokio::time::{Instant, timeout_at};
-
-/// Time that a client gets to finish sending a body that is too large.
-const DISCARD_LIMIT: Duration = Duration::from_secs(5);
-/// Longest wait for the next piece of a body.
-const STALL_LIMIT: Duration = Duration::from_secs(30);
-/// Longest time that a whole body may take.
-const BODY_LIMIT: Duration = Duration::from_secs(120);
 
 /// The fields of a request body.
-pub(super) struct Fields(Map<String, Value>);
+pub(super) struct Fields {
+    map: Map<String, Value>,
+    /// They are about as large as the body they come from.
+    _share: Option<Share>,
+}
 
 impl Fields {
-    /// Reads a body of at most `limit_bytes`.
+    /// Parses a body.
     ///
     /// # Errors
-    /// 413, 408 when it stalls or takes too long, or 400 when it is no JSON object.
-    pub(super) async fn read(body: Body, limit_bytes: usize) -> Result<Self, ApiError> {
-        Self::read_within(body, limit_bytes, STALL_LIMIT, BODY_LIMIT).await
-    }
-
-    async fn read_within(
-        mut body: Body,
-        limit_bytes: usize,
-        stall: Duration,
-        total: Duration,
-    ) -> Result<Self, ApiError> {
-        let mut bytes = Vec::new();
-        let end = Instant::now() + total;
-        loop {
-            let limit = end.min(Instant::now() + stall);
-            let next = timeout_at(limit, body.frame()).await.map_err(|_| ApiError::body_too_slow())?;
-            let Some(frame) = next else { break };
-            let frame = frame.map_err(|e| ApiError::bad_body(format!("the body could not be read: {e}")))?;
-            let Ok(data) = frame.into_data() else { continue };
-            if bytes.len() + data.len() > limit_bytes {
-                let _ = tokio::time::timeout(DISCARD_LIMIT, discard(body, limit_bytes)).await;
-                return Err(ApiError::body_too_large(limit_bytes));
-            }
-            bytes.extend_from_slice(&data);
-        }
-        Self::parse(&bytes)
-    }
-
-    fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
-        match serde_json::from_slice(bytes) {
-            Ok(Value::Object(fields)) => Ok(Self(fields)),
-            Ok(_) => Err(ApiError::bad_body("the body must be a JSON object")),
-            Err(error) => Err(ApiError::bad_body(format!("the body is not valid JSON: {error}"))),
-        }
+    /// 400 when it is no JSON object.
+    pub(super) fn parse(body: Held) -> Result<Self, ApiError> {
+        Ok(Self { map: object(&body)?, _share: Some(body.into_share()) })
     }
 
     /// A field that is there and not null.
     pub(super) fn value(&self, name: &str) -> Option<&Value> {
-        self.0.get(name).filter(|v| !v.is_null())
+        self.map.get(name).filter(|v| !v.is_null())
     }
 
     /// A string.
@@ -114,15 +77,11 @@ impl Fields {
     }
 }
 
-/// Reads on without keeping anything: a connection closed on unread bytes is reset, and the client would
-/// never see why.
-async fn discard(mut body: Body, limit_bytes: usize) {
-    let mut seen = 0;
-    while let Some(Ok(frame)) = body.frame().await {
-        seen += frame.data_ref().map_or(0, |d| d.len());
-        if seen > limit_bytes {
-            return;
-        }
+fn object(bytes: &[u8]) -> Result<Map<String, Value>, ApiError> {
+    match serde_json::from_slice(bytes) {
+        Ok(Value::Object(fields)) => Ok(fields),
+        Ok(_) => Err(ApiError::bad_body("the body must be a JSON object")),
+        Err(error) => Err(ApiError::bad_body(format!("the body is not valid JSON: {error}"))),
     }
 }
 
@@ -142,7 +101,7 @@ pub(super) fn wrong_type(param: &str, wanted: &str, got: &Value) -> ApiError {
 #[cfg(test)]
 pub(super) fn fields(value: Value) -> Fields {
     match value {
-        Value::Object(map) => Fields(map),
+        Value::Object(map) => Fields { map, _share: None },
         other => panic!("{other} is not an object"),
     }
 }
@@ -166,28 +125,11 @@ mod tests {
         assert!(f.value("x").is_none() && f.string("absent").unwrap().is_none());
     }
 
-    #[tokio::test]
-    async fn a_body_that_stalls_or_trickles_is_given_up() {
-        use futures_util::StreamExt as _;
-        let ms = Duration::from_millis;
-        let piece = || Ok::<_, std::convert::Infallible>(bytes::Bytes::from_static(b" "));
-        let stalled =
-            Body::from_stream(futures_util::stream::iter([piece()]).chain(futures_util::stream::pending()));
-        let got = Fields::read_within(stalled, 4096, ms(20), ms(60_000)).await;
-        assert_eq!(got.err(), Some(ApiError::body_too_slow()));
-        let trickle = Body::from_stream(futures_util::stream::repeat(()).then(move |()| async move {
-            tokio::time::sleep(ms(5)).await;
-            piece()
-        }));
-        let got = Fields::read_within(trickle, 4096, ms(60_000), ms(40)).await;
-        assert_eq!(got.err(), Some(ApiError::body_too_slow()));
-    }
-
     #[test]
     fn hostile_bodies_are_400() {
         let deep = "[".repeat(100_000);
         for body in ["", "[]", "{", "\u{0}", "{\"a\": \"\\ud800\"}", &deep] {
-            assert!(Fields::parse(body.as_bytes()).is_err(), "{:.20}", body);
+            assert!(object(body.as_bytes()).is_err(), "{:.20}", body);
         }
     }
 }

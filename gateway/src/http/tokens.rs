@@ -3,8 +3,8 @@
 use super::App;
 use super::answer::{Prompt, encode};
 use super::chat::{messages, prompt, template_arguments};
+use super::endpoint;
 use super::error::ApiError;
-use super::ops::check_model;
 use super::params::{Fields, wrong_type};
 use super::refused;
 use super::tools::Tools;
@@ -37,8 +37,7 @@ pub(super) struct Detokenized {
 
 /// Tokenizes `prompt`, or `messages` after the chat template.
 pub(super) async fn tokenize(State(app): State<Arc<App>>, body: Body) -> Result<Response, ApiError> {
-    let f = Fields::read(body, app.settings.max_body_bytes).await?;
-    check_model(&app, &f)?;
+    let f = endpoint::fields(&app, body).await?;
     refused::check(&f)?;
     let wants_strs = f.boolean("return_token_strs")?;
     let tokens = encode(&app, text(&app, &f)?).await?;
@@ -74,8 +73,7 @@ fn text(app: &App, f: &Fields) -> Result<Prompt, ApiError> {
 
 /// Joins tokens to a text, special tokens spelled out.
 pub(super) async fn detokenize(State(app): State<Arc<App>>, body: Body) -> Result<Response, ApiError> {
-    let f = Fields::read(body, app.settings.max_body_bytes).await?;
-    check_model(&app, &f)?;
+    let f = endpoint::fields(&app, body).await?;
     let list = match f.value("tokens") {
         None => return Err(ApiError::invalid("tokens", "`tokens` is required")),
         Some(Value::Array(list)) => list,

@@ -6,11 +6,10 @@ mod refused;
 mod voice;
 
 use super::App;
-use super::answer::{Exchange, Prompt, Request, answer};
-use super::bridge_headers::Asked;
+use super::answer::{Prompt, Request};
 use super::chat::{prompt, shaped};
+use super::endpoint;
 use super::error::ApiError;
-use super::ops::check_model;
 use super::params::{Fields, wrong_type};
 use super::sampling::{Common, MAX_TOP_LOGPROBS, max_tokens};
 use super::tools::{self, Tools};
@@ -34,18 +33,7 @@ pub(super) async fn create(
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    let exchange = Exchange::new(&headers, clock);
-    let answered = async {
-        let asked = Asked::read(&headers)?;
-        let fields = Fields::read(body, app.settings.max_body_bytes).await?;
-        check_model(&app, &fields)?;
-        let request = read(&app, &fields)?;
-        Box::pin(answer(&app, &exchange, asked, request)).await
-    };
-    match answered.await {
-        Ok(response) => response,
-        Err(error) => exchange.refuse(&app, error),
-    }
+    endpoint::respond(app, clock, headers, body, read).await
 }
 
 fn read(app: &App, f: &Fields) -> Result<Request, ApiError> {
