@@ -5,7 +5,9 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$here/../..
 
-"$here/python.sh" -c ""
+"$here/python.sh" --version >/dev/null
+"$here/frameworks.sh" --version >/dev/null
+"$here/node.sh" --version >/dev/null
 "$here/nats_server.sh" >/dev/null
 "$here/prometheus.sh" >/dev/null
 "$here/../suites/json_schema.sh" >/dev/null

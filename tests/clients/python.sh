@@ -3,11 +3,5 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv=$here/../../.cache/clients
-if ! cmp -s "$here/requirements.txt" "$venv/requirements.txt"; then
-  rm -rf "$venv"
-  python3 -m venv "$venv"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$here/requirements.txt"
-  cp "$here/requirements.txt" "$venv/"
-fi
-exec "$venv/bin/python" "$@"
+python=$("$here/venv.sh" clients "$here/requirements.txt")
+exec "$python" "$@"

@@ -12,6 +12,7 @@
 pub mod agents;
 pub mod browser;
 pub mod bulk;
+pub mod clients;
 pub mod collector;
 pub mod decoder;
 pub mod fakes;

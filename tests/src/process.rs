@@ -7,7 +7,7 @@ use serde::Deserialize;
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 /// Longest start: a model is loaded, on a busy machine.
@@ -17,7 +17,7 @@ const START_LIMIT: Duration = Duration::from_secs(180);
 #[derive(Debug)]
 pub struct Process {
     child: Child,
-    lines: mpsc::Receiver<String>,
+    lines: Mutex<mpsc::Receiver<String>>,
     log: tempfile::NamedTempFile,
     _stdin: Option<ChildStdin>,
 }
@@ -60,13 +60,13 @@ impl Process {
         let (tx, lines) = mpsc::channel();
         std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|l| tx.send(l)));
         let stdin = child.stdin.take();
-        Self { child, lines, log, _stdin: stdin }
+        Self { child, lines: Mutex::new(lines), log, _stdin: stdin }
     }
 
     /// The next line on stdout.
     #[must_use]
     pub fn line(&self) -> String {
-        match self.lines.recv_timeout(START_LIMIT) {
+        match self.lines.lock().unwrap().recv_timeout(START_LIMIT) {
             Ok(line) => line,
             Err(e) => panic!("no line on stdout ({e}); stderr ends with:\n{}", self.log_tail()),
         }
@@ -75,7 +75,7 @@ impl Process {
     /// Lines on stdout that nobody has read yet.
     #[must_use]
     pub fn more_lines(&self) -> Vec<String> {
-        self.lines.try_iter().collect()
+        self.lines.lock().unwrap().try_iter().collect()
     }
 
     /// The addresses that a worker prints when it is ready.

@@ -1,22 +1,35 @@
-//! The official OpenAI SDK as a judge of what the front door says.
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a test fails by panicking; versions are shown")]
+//! Foreign clients as judges of what the front door says, against the real model where its skill does not matter, and a
+//! scripted decode worker where an answer must be a certain one. The scripts are in `clients/`.
+#![allow(clippy::print_stderr, reason = "versions are shown")]
 
-use pd_tests::stack::Stack;
-use pd_tests::{paths, tiny};
-use std::process::Command;
+use pd_tests::clients::{Doors, Program};
+
+async fn judged(program: Program, script: &str) {
+    let doors = Doors::open().await;
+    eprintln!("{}", doors.judged(program, script).await);
+}
 
 #[tokio::test]
-async fn the_official_openai_sdk_is_content() {
-    if Command::new("python3").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: there is no python3");
-        return;
-    }
-    let stack = Stack::start(tiny::model(), &["--block-tokens", "16"], &[], &[]).await;
-    let clients = paths::root().join("tests/clients");
-    let url = format!("http://{}", stack.gateway.addr);
-    let output =
-        Command::new(clients.join("python.sh")).arg(clients.join("openai_sdk.py")).arg(url).output().unwrap();
-    let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
-    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
-    eprintln!("{}", text(&output.stdout));
+async fn the_official_python_sdk_is_content() {
+    judged(Program::Python, "openai_sdk.py").await;
+}
+
+#[tokio::test]
+async fn the_official_node_sdk_is_content() {
+    judged(Program::Node, "node/openai_sdk.mjs").await;
+}
+
+#[tokio::test]
+async fn the_ai_sdk_is_content() {
+    judged(Program::Node, "node/ai_sdk.mjs").await;
+}
+
+#[tokio::test]
+async fn langchain_is_content() {
+    judged(Program::Frameworks, "frameworks/langchain_client.py").await;
+}
+
+#[tokio::test]
+async fn litellm_is_content() {
+    judged(Program::Frameworks, "frameworks/litellm_client.py").await;
 }

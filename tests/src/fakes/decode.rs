@@ -1,4 +1,4 @@
-//! A decode worker without an engine: it answers every prompt with the same script.
+//! A decode worker without an engine: it answers by a script, the same for every prompt or one that the prompt decides.
 
 use super::Server;
 use shared::control::{
@@ -38,6 +38,9 @@ pub enum Step {
     Silence,
 }
 
+/// What is answered to a prompt.
+type Director = Box<dyn Fn(&[u32]) -> Vec<Step> + Send + Sync>;
+
 /// The fake worker.
 pub struct FakeDecode {
     /// Its server.
@@ -47,8 +50,8 @@ pub struct FakeDecode {
 
 struct State {
     hello: Hello,
-    script: Mutex<Vec<Step>>,
-    prompts: Mutex<HashMap<String, usize>>,
+    director: Mutex<Director>,
+    prompts: Mutex<HashMap<String, Vec<u32>>>,
     running: Mutex<HashMap<String, CancellationToken>>,
     cancelled: Mutex<Vec<(String, Instant)>>,
     aborted: Mutex<Vec<(String, Instant)>>,
@@ -78,7 +81,7 @@ impl FakeDecode {
         let vanish = CancellationToken::new();
         let state = Arc::new(State {
             hello: Hello { node: name.to_owned(), ..super::hello(model, Role::Decode, Some(cache)) },
-            script: Mutex::new(script),
+            director: Mutex::new(Box::new(move |_| script.clone())),
             prompts: Mutex::default(),
             running: Mutex::default(),
             cancelled: Mutex::default(),
@@ -102,7 +105,12 @@ impl FakeDecode {
 
     /// Replaces the script.
     pub fn play(&self, script: Vec<Step>) {
-        *self.state.script.lock().unwrap() = script;
+        self.direct(move |_| script.clone());
+    }
+
+    /// Lets the prompt's token ids decide what is answered.
+    pub fn direct(&self, director: impl Fn(&[u32]) -> Vec<Step> + Send + Sync + 'static) {
+        *self.state.director.lock().unwrap() = Box::new(director);
     }
 
     /// Requests that were cancelled, and when.
@@ -174,7 +182,7 @@ impl Handler for State {
                     }
                 }
                 self.prompts_seen.lock().unwrap().push(tokens.to_vec());
-                self.prompts.lock().unwrap().insert(request_id, tokens.len());
+                self.prompts.lock().unwrap().insert(request_id, tokens.to_vec());
                 let prepared =
                     DecodeEvent::Prepared { resident_tokens: 0, queue: 0, rates: Rates::default() };
                 responder.send(&prepared).await;
@@ -201,16 +209,16 @@ impl Handler for State {
             }
             DecodeRequest::Generate(spec) => {
                 self.generated.lock().unwrap().push(Instant::now());
-                let prompt = self.prompts.lock().unwrap().get(&spec.request_id).copied().unwrap_or(1);
+                let prompt = self.prompts.lock().unwrap().remove(&spec.request_id).unwrap_or(vec![0]);
                 let cancel = CancellationToken::new();
                 self.running.lock().unwrap().insert(spec.request_id.clone(), cancel.clone());
                 self.specs.lock().unwrap().push(spec.clone());
-                let script = self.script.lock().unwrap().clone();
+                let script = (*self.director.lock().unwrap())(&prompt);
                 let vanish = self.vanish.clone();
                 tokio::spawn(async move {
                     tokio::select! {
                         () = cancel.cancelled() => {}
-                        () = answer(script, prompt, spec, responder, vanish) => {}
+                        () = answer(script, prompt.len(), spec, responder, vanish) => {}
                     }
                 });
             }
