@@ -26,9 +26,8 @@ struct Cli {
 
 fn main() -> ExitCode {
     // Not part of the command line for people: this program is also what it runs commands in.
-    let mut args = std::env::args_os().skip(1);
-    if args.next().is_some_and(|a| a == process::CONTAIN) {
-        return process::contain(args);
+    if std::env::args_os().nth(1).is_some_and(|a| a == process::CONTAIN) {
+        return process::contain();
     }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,

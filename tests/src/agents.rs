@@ -64,6 +64,28 @@ impl AgentScene {
         Self { nats, agent, node: NodeId::new(node).unwrap(), key_file, config, dir }
     }
 
+    /// One more agent on the same bus, which knows the same operator. Its audit is in [`Self::neighbour_audit`].
+    #[must_use]
+    pub fn neighbour(&self, node: &str, commands: &str) -> Process {
+        let public = OperatorKey::from_file(&self.key_file).unwrap().public();
+        let config = self.dir.path().join(format!("{node}.toml"));
+        let text = format!(
+            "[agent]\nnode = \"{node}\"\nbus.servers = [\"{}\"]\nstate_dir = \"{}\"\n\
+             [agent.commands]\noperators = {{ tester = \"{public}\" }}\n{}{commands}\n",
+            self.nats.url(),
+            self.dir.path().join(node).display(),
+            user_line(),
+        );
+        std::fs::write(&config, text).unwrap();
+        start_agent(&config)
+    }
+
+    /// Every line of a neighbour's audit file.
+    #[must_use]
+    pub fn neighbour_audit(&self, node: &str) -> Vec<AuditLine> {
+        read_audit(&self.dir.path().join(node).join("audit.log"))
+    }
+
     /// Kills the agent, as a power cut would.
     pub fn kill_agent(&mut self) {
         self.agent.kill();
@@ -73,6 +95,16 @@ impl AgentScene {
     pub fn restart_agent(&mut self) {
         self.agent.kill();
         self.agent = start_agent(&self.config);
+    }
+
+    /// Starts the agent again with one more environment variable.
+    pub fn restart_agent_with_env(&mut self, name: &str, value: &str) {
+        self.agent.kill();
+        let text = |path: &Path| path.to_str().unwrap().to_owned();
+        let agent = text(&paths::bin("pd-agent"));
+        let args = [format!("{name}={value}"), agent, "--config".to_owned(), text(&self.config)];
+        // `env` becomes the agent, so that its process is ours.
+        self.agent = Process::start_at(Path::new("/usr/bin/env"), &args);
     }
 
     /// A folder that every user can read.
@@ -164,9 +196,13 @@ impl AgentScene {
     /// Every line of the audit file.
     #[must_use]
     pub fn audit(&self) -> Vec<AuditLine> {
-        let text = std::fs::read_to_string(self.state_dir().join("audit.log")).unwrap();
-        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        read_audit(&self.state_dir().join("audit.log"))
     }
+}
+
+fn read_audit(file: &Path) -> Vec<AuditLine> {
+    let text = std::fs::read_to_string(file).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// Asks for a program.

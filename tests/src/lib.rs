@@ -10,6 +10,7 @@
 )]
 
 pub mod agents;
+pub mod attack;
 pub mod browser;
 pub mod bulk;
 pub mod clients;

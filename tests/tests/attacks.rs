@@ -1,197 +1,14 @@
-//! Attacks on the agent, each refused or contained, and each in the audit.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+//! Attacks by programs and through them: each refused or contained, and each in the audit.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
-use bytes::Bytes;
-use futures_util::StreamExt as _;
 use pd_tests::agents::{AgentScene, exec, processes_with, refused, run, start, until};
-use pd_tests::nats::Nats;
-use shared::bus::{
-    Action, AuditLine, Bus, Credit, Exit, Frame, MAX_COMMAND_BYTES, NodeId, Operator, OperatorKey, Refusal,
-    RefusalCode, Reply, SignedCommand, UnsignedCommand, subjects, unix_now_ms,
-};
-use shared::hexbytes::Hex;
+use pd_tests::attack::audited;
+use shared::bus::{AuditLine, Exit, Frame, RefusalCode};
 use std::time::{Duration, Instant};
 
 const ANY: &str = "unrestricted = true\nmax_concurrent = 3";
 const LISTED: &str = "allow = [ { program = \"/bin/echo\", args = [\"-n|hello\", \"[a-z]+\"], min_args = 1 }, \
                       { program = \"/usr/bin/env\" } ]";
-
-/// Sends bytes as a command; `None` when there is no reply.
-async fn send(bus: &Bus, node: &NodeId, message: impl Into<Bytes>) -> Option<Refusal> {
-    let request = async_nats::Request::new().payload(message.into()).timeout(Some(Duration::from_secs(3)));
-    let reply = bus.client.send_request(subjects::commands(node), request).await.ok()?;
-    match serde_json::from_slice(&reply.payload).unwrap() {
-        Reply::Refused(refusal) => Some(refusal),
-        Reply::Accepted {} => panic!("accepted"),
-    }
-}
-
-fn key(scene: &AgentScene) -> OperatorKey {
-    OperatorKey::from_file(&scene.key_file).unwrap()
-}
-
-fn touch(scene: &AgentScene, name: &str) -> (UnsignedCommand, std::path::PathBuf) {
-    let open = scene.dir().join("open");
-    std::fs::create_dir_all(&open).unwrap();
-    std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
-    let file = open.join(name);
-    let action = exec(&["/usr/bin/touch", file.to_str().unwrap()], Duration::from_secs(5));
-    (UnsignedCommand::new(scene.node.clone(), action), file)
-}
-
-/// The last refusal in the audit has this code.
-fn audited(scene: &AgentScene, code: &str) -> AuditLine {
-    let audit = scene.audit();
-    let line = audit
-        .iter()
-        .rev()
-        .find(|l| l.event == "refused" && l.reason.as_ref().is_some_and(|r| r.starts_with(code)));
-    line.unwrap_or_else(|| panic!("no refusal `{code}` in {audit:#?}")).clone()
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn forged_and_altered_commands_are_refused() {
-    let scene = AgentScene::start(ANY);
-    let operator = scene.operator().await;
-    let bus = operator.bus();
-    let mut audit = bus.client.subscribe(subjects::audits()).await.unwrap();
-    bus.client.flush().await.unwrap();
-    let (command, file) = touch(&scene, "forged");
-    let good = command.sign(&key(&scene)).unwrap();
-
-    // 1. A key that nobody introduced: a stolen NATS login alone.
-    let stranger = command.sign(&OperatorKey::generate()).unwrap();
-    let refusal = send(bus, &scene.node, stranger.encode().unwrap()).await.unwrap();
-    assert_eq!(refusal.code, RefusalCode::UnknownKey);
-    assert!(!audited(&scene, "unknown_key").verified);
-    // 2. The same, claiming to be the operator.
-    let claimed = SignedCommand { operator: good.operator.clone(), ..stranger };
-    assert_eq!(
-        send(bus, &scene.node, claimed.encode().unwrap()).await.unwrap().code,
-        RefusalCode::BadSignature
-    );
-    // 3. One character of a good command changed.
-    let altered = SignedCommand { command: good.command.replace("forged", "forget"), ..good.clone() };
-    assert_eq!(
-        send(bus, &scene.node, altered.encode().unwrap()).await.unwrap().code,
-        RefusalCode::BadSignature
-    );
-    // 4. No signature at all.
-    let bare = SignedCommand { signature: String::new(), ..good.clone() };
-    assert_eq!(send(bus, &scene.node, bare.encode().unwrap()).await.unwrap().code, RefusalCode::BadSignature);
-    audited(&scene, "bad_signature");
-    // 5. A command for another node.
-    let elsewhere = UnsignedCommand { node: NodeId::new("node-2").unwrap(), ..command.clone() };
-    let elsewhere = elsewhere.sign(&key(&scene)).unwrap();
-    assert_eq!(
-        send(bus, &scene.node, elsewhere.encode().unwrap()).await.unwrap().code,
-        RefusalCode::WrongNode
-    );
-    audited(&scene, "wrong_node");
-    // 6. Old, and from the future.
-    for (issued_at_ms, code, name) in [
-        (unix_now_ms() - 31_000, RefusalCode::Stale, "stale"),
-        (unix_now_ms() + 31_000, RefusalCode::FromTheFuture, "from_the_future"),
-        (0, RefusalCode::Stale, "stale"),
-        (u64::MAX, RefusalCode::FromTheFuture, "from_the_future"),
-    ] {
-        let command = UnsignedCommand { issued_at_ms, nonce: Hex::random(), ..command.clone() };
-        let message = command.sign(&key(&scene)).unwrap().encode().unwrap();
-        assert_eq!(send(bus, &scene.node, message).await.unwrap().code, code);
-        audited(&scene, name);
-    }
-    assert!(!file.exists() && !file.with_file_name("forget").exists(), "something ran");
-    // All of it was told on the bus, too.
-    let mut told = 0;
-    while let Ok(Some(line)) = tokio::time::timeout(Duration::from_millis(500), audit.next()).await {
-        let line: AuditLine = serde_json::from_slice(&line.payload).unwrap();
-        told += usize::from(line.event == "refused");
-    }
-    assert!(told >= 9, "{told}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_replay_is_refused_also_by_a_restarted_agent() {
-    let mut scene = AgentScene::start(ANY);
-    let operator = scene.operator().await;
-    let (command, file) = touch(&scene, "replayed");
-    let message = command.sign(&key(&scene)).unwrap().encode().unwrap();
-    let subject = subjects::commands(&scene.node);
-    operator.bus().client.request(subject, message.clone()).await.unwrap();
-    until("it ran once", || file.exists()).await;
-    std::fs::remove_file(&file).unwrap();
-    assert_eq!(send(operator.bus(), &scene.node, message.clone()).await.unwrap().code, RefusalCode::Replayed);
-    audited(&scene, "replayed");
-    // Killed and started again within the window.
-    scene.restart_agent();
-    scene.ready(&operator).await;
-    assert_eq!(send(operator.bus(), &scene.node, message.clone()).await.unwrap().code, RefusalCode::Replayed);
-    // With its memory gone it takes nothing from before.
-    scene.kill_agent();
-    std::fs::remove_file(scene.state_dir().join("taken")).unwrap();
-    scene.restart_agent();
-    let start = Instant::now();
-    let refusal = loop {
-        match send(operator.bus(), &scene.node, message.clone()).await {
-            Some(refusal) => break refusal,
-            None => assert!(start.elapsed() < Duration::from_secs(20)),
-        }
-    };
-    assert_eq!(refusal.code, RefusalCode::Stale);
-    assert!(!file.exists(), "it ran again");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn garbage_and_giants_are_refused_and_a_flood_of_them_is_counted() {
-    let scene = AgentScene::start(ANY);
-    let operator = scene.operator().await;
-    let bus = operator.bus();
-    let good = touch(&scene, "x").0.sign(&key(&scene)).unwrap();
-    let mut extra = serde_json::to_value(&good).unwrap();
-    extra["admin"] = true.into();
-    let twice = format!(
-        "{{\"command\":\"a\",\"command\":\"b\",\"operator\":\"{}\",\"signature\":\"\"}}",
-        good.operator
-    );
-    let deep = "[".repeat(100_000);
-    let giant = "x".repeat(MAX_COMMAND_BYTES + 1);
-    for garbage in ["", "{", "null", "\u{0}\u{1}\u{2}", &extra.to_string(), &twice, &deep, &giant] {
-        let refusal = send(bus, &scene.node, garbage.to_owned()).await.unwrap();
-        assert_eq!(refusal.code, RefusalCode::Malformed, "{:.40}", garbage);
-    }
-    assert_eq!(send(bus, &scene.node, vec![0xff, 0xfe]).await.unwrap().code, RefusalCode::Malformed);
-    audited(&scene, "malformed");
-    // A signed command of an unknown kind, and one with an unknown key inside.
-    for inner in ["\"kind\":\"shell\"", "\"kind\":\"drain\",\"x\":1"] {
-        let action = "\"kind\":\"drain\"";
-        let text =
-            serde_json::to_string(&UnsignedCommand::new(scene.node.clone(), Action::Drain {})).unwrap();
-        let command = text.replace(action, inner);
-        assert_ne!(command, text);
-        let bytes = [b"pd-bridge command v1\n", command.as_bytes()].concat();
-        use base64::Engine as _;
-        let signature =
-            base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(key(&scene).sign(&bytes).unwrap());
-        let signed = SignedCommand { command, operator: key(&scene).public(), signature };
-        assert_eq!(
-            send(bus, &scene.node, signed.encode().unwrap()).await.unwrap().code,
-            RefusalCode::Malformed
-        );
-    }
-    // Ten thousand at once: the audit is not flushed out, memory does not grow, the operator still gets through.
-    let before = scene.agent.memory_bytes("VmRSS").unwrap();
-    for _ in 0..10_000 {
-        bus.client.publish(subjects::commands(&scene.node), Bytes::from_static(b"{}")).await.unwrap();
-    }
-    bus.client.flush().await.unwrap();
-    tokio::time::sleep(Duration::from_millis(1200)).await;
-    assert_eq!(run(&operator, &scene, &["true"]).await.0, Exit::Code { code: 0 });
-    send(bus, &scene.node, "one more").await.unwrap();
-    let audit = scene.audit();
-    assert!(audit.len() < 300, "{} lines", audit.len());
-    assert!(audit.iter().any(|l| l.suppressed > 0), "nothing says that lines are missing");
-    assert!(scene.agent.memory_bytes("VmRSS").unwrap() < before + (32 << 20));
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn only_what_is_listed_runs_and_only_with_what_is_listed() {
@@ -421,109 +238,149 @@ async fn more_commands_than_allowed_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn credits_of_others_and_endless_credits_change_nothing() {
-    let scene = AgentScene::start(ANY);
-    let operator = scene.operator().await;
-    let client = &operator.bus().client;
-    let mut command =
-        UnsignedCommand::new(scene.node.clone(), exec(&["yes", "7109"], Duration::from_secs(20)));
-    if let Action::Exec(spec) = &mut command.action {
-        spec.window_bytes = u64::MAX;
-    }
-    let mut output = client.subscribe(subjects::output(&scene.node, command.id)).await.unwrap();
-    let message = command.sign(&key(&scene)).unwrap().encode().unwrap();
-    client.request(subjects::commands(&scene.node), message).await.unwrap();
-    let mut got = 0;
-    while let Ok(Some(message)) = tokio::time::timeout(Duration::from_secs(1), output.next()).await {
-        got += message.payload.len();
-    }
-    assert!(got < 8 << 20, "a window has a limit, whatever was asked for: {got}");
-    // Somebody who doesn't know the token.
-    let subject = subjects::credit(&scene.node, command.id);
-    let forged = Credit { token: Hex::random(), granted_bytes: u64::MAX };
-    client.publish(subject.clone(), serde_json::to_vec(&forged).unwrap().into()).await.unwrap();
-    client.publish(subject.clone(), Bytes::from_static(b"garbage")).await.unwrap();
-    let more = tokio::time::timeout(Duration::from_secs(1), output.next()).await;
-    assert!(more.is_err(), "a forged credit was honoured");
-    audited(&scene, "bad_signature: a credit");
-    // The operator itself can't open the window wider than it is, either.
-    let endless = Credit { token: command.nonce, granted_bytes: u64::MAX };
-    client.publish(subject, serde_json::to_vec(&endless).unwrap().into()).await.unwrap();
-    let mut got = 0;
-    while let Ok(Some(message)) = tokio::time::timeout(Duration::from_secs(1), output.next()).await {
-        got += message.payload.len();
-    }
-    assert!(got > 0 && got < 8 << 20, "{got}");
-    operator.send(&scene.node, Action::Cancel { command: command.id }).await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn commands_of_another_operator_can_not_be_cancelled_and_replies_go_to_inboxes_only() {
-    let scene = AgentScene::start(ANY);
-    let operator = scene.operator().await;
-    let running = start(&operator, &scene, &["sleep", "7110.5"]).await.unwrap();
-    // Another operator of the same node does not exist here: a stranger's cancel is not even believed.
-    let stranger = Operator::new(scene.nats.connect().await, OperatorKey::generate());
-    let cancel = Action::Cancel { command: Hex::random() };
-    assert_eq!(refused(stranger.send(&scene.node, cancel).await), RefusalCode::UnknownKey);
-    assert_eq!(
-        refused(operator.send(&scene.node, Action::Cancel { command: Hex::random() }).await),
-        RefusalCode::NotRunning
+async fn a_listed_program_that_became_another_is_not_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let tool = dir.path().join("tool");
+    std::os::unix::fs::symlink("/bin/echo", &tool).unwrap();
+    let copy = dir.path().join("copy");
+    std::fs::copy("/bin/echo", &copy).unwrap();
+    let listed = format!(
+        "allow = [ {{ program = \"{}\", args = [\".*\"] }}, {{ program = \"{}\", args = [\".*\"] }} ]",
+        tool.display(),
+        copy.display()
     );
-    running.cancel().await.unwrap();
-    // A reply subject that is somebody's heartbeat: the agent says nothing there.
-    let client = &operator.bus().client;
-    let mut victim = client.subscribe("pd.v1.heartbeat.victim").await.unwrap();
-    client.flush().await.unwrap();
-    client
-        .publish_with_reply(subjects::commands(&scene.node), "pd.v1.heartbeat.victim", "{}".into())
-        .await
-        .unwrap();
-    assert!(tokio::time::timeout(Duration::from_secs(1), victim.next()).await.is_err());
-    audited(&scene, "malformed");
+    for path in [dir.path(), &copy] {
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    let scene = AgentScene::start(&listed);
+    let operator = scene.operator().await;
+    assert_eq!(run(&operator, &scene, &["tool", "7111"]).await.1, "7111\n");
+    assert_eq!(run(&operator, &scene, &["copy", "7111"]).await.1, "7111\n");
+    // The link is turned to a program that takes the same argument quite differently.
+    std::fs::remove_file(&tool).unwrap();
+    std::os::unix::fs::symlink("/usr/bin/touch", &tool).unwrap();
+    // The other becomes writable for everybody.
+    std::fs::set_permissions(&copy, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let target = scene.dir().join("made-by-another");
+    for name in ["tool", tool.to_str().unwrap(), "copy", copy.to_str().unwrap()] {
+        let argv = [name, target.to_str().unwrap()];
+        assert_eq!(refused(start(&operator, &scene, &argv).await), RefusalCode::NotAllowed, "{name}");
+        let line = audited(&scene, "not_allowed");
+        assert_eq!(line.argv.unwrap(), argv);
+    }
+    assert!(!target.exists());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_the_operators_role_no_command_even_arrives() {
-    let keys = Nats::start();
-    let names = ["agent", "operator", "viewer"];
-    let users = names.map(|name| keys.new_key(name));
-    let allow = |publish: &str, subscribe: &str, more: &str| {
-        format!("permissions {{ publish: {publish}, subscribe: {subscribe} {more} }}")
-    };
-    let rights = [
-        allow(
-            "[\"pd.v1.heartbeat.node-1\", \"pd.v1.out.node-1.>\", \"pd.v1.audit.node-1\"]",
-            "[\"pd.v1.cmd.node-1\", \"pd.v1.credit.node-1.>\"]",
-            ", allow_responses: { max: 1, expires: \"30s\" }",
+async fn what_the_agent_knows_is_out_of_reach() {
+    let mut scene = AgentScene::start(ANY);
+    scene.restart_agent_with_env("PD_SECRET_OF_THE_AGENT", "s7112s");
+    let operator = scene.operator().await;
+    let agent = scene.agent.pid();
+    let spy = scene.script(
+        "spy",
+        &format!(
+            "env; for p in {agent} $PPID; do tr '\\0' '\\n' < /proc/$p/environ; ls -l /proc/$p/fd; \
+             dd if=/proc/$p/mem bs=1 count=1; done"
         ),
-        allow(
-            "[\"pd.v1.cmd.>\", \"pd.v1.credit.>\"]",
-            "[\"pd.v1.heartbeat.>\", \"pd.v1.out.>\", \"pd.v1.audit.>\", \"_INBOX.pd.operator.>\"]",
-            "",
-        ),
-        allow("{ deny: [\">\"] }", "[\"pd.v1.heartbeat.>\", \"pd.v1.audit.>\"]", ""),
-    ];
-    let users_conf: Vec<String> =
-        users.iter().zip(&rights).map(|((_, key), rights)| format!("{{ nkey: {key}, {rights} }}")).collect();
-    let nats = Nats::with_config(&format!("authorization {{ users = [ {} ] }}", users_conf.join(", ")));
-    let login = |i: usize| nats.settings_with(Some(&users[i].0), None);
-    let (as_agent, as_operator, as_viewer) = (login(0), login(1), login(2));
-    let agent = format!("bus.nkey_file = \"{}\"", users[0].0.display());
-    let scene = AgentScene::on(nats, "node-1", &agent, ANY, "");
-    let bus = Bus::connect(&as_operator, "operator", "test").await.unwrap();
-    let operator = scene.operator_on(bus).await;
-    assert_eq!(run(&operator, &scene, &["true"]).await.0, Exit::Code { code: 0 }, "the right role works");
-    // A viewer and another agent with the operator's very signing key.
-    let (command, file) = touch(&scene, "roles");
-    let message = command.sign(&key(&scene)).unwrap().encode().unwrap();
-    for (settings, role) in [(as_viewer, "viewer"), (as_agent, "agent")] {
-        let bus = Bus::connect(&settings, role, "test").await.unwrap();
-        bus.client.publish(subjects::commands(&scene.node), message.clone()).await.unwrap();
-        bus.client.flush().await.unwrap();
+    );
+    let (_, out, err) = run(&operator, &scene, &[&spy]).await;
+    assert!(out.contains("PATH=") && !out.contains("7112"), "{out}");
+    if nix::unistd::geteuid().is_root() {
+        // Neither of the agent nor of the process around the command, which became the same user.
+        assert!(!out.contains("audit.log") && !out.contains("socket:"), "{out}");
+        assert!(err.matches("Permission denied").count() >= 4, "{err}");
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    assert!(!file.exists(), "the server let a command pass");
-    // Nobody without a login.
-    assert!(Bus::connect(&scene.nats.settings(), "operator", "test").await.is_err());
+    // Written down as every command is.
+    assert!(
+        scene
+            .audit()
+            .iter()
+            .any(|l| l.event == "ended" && l.argv.as_deref() == Some(std::slice::from_ref(&spy)))
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_can_not_reach_the_container_of_the_next_one() {
+    let scene = AgentScene::start(ANY);
+    let operator = scene.operator().await;
+    // One after the other, and several at once: each container carries out one command, its own.
+    let ids = scene.script("ids", "echo $PPID");
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..5 {
+        assert!(seen.insert(run(&operator, &scene, &[&ids]).await.1), "a container served twice");
+    }
+    let ask = [ids.as_str()];
+    let both = tokio::join!(run(&operator, &scene, &ask), run(&operator, &scene, &ask));
+    assert!(seen.insert(both.0.1) && seen.insert(both.1.1), "a container served two");
+    if !nix::unistd::geteuid().is_root() {
+        // Without another user to run as, a command is as strong as the agent itself.
+        return;
+    }
+    let spares =
+        || processes_with("contain-command").into_iter().filter(|pid| parent(*pid) == scene.agent.pid());
+    until("a spare waits", || spares().count() == 1).await;
+    let order = "{\"program\":\"/usr/bin/touch\"}";
+    let hijack = scene.script(
+        "hijack",
+        &format!(
+            "sleep 0.3; for d in /proc/[0-9]*; do p=${{d#/proc/}}\n\
+             if [ $p != $PPID ] && grep -q 'contain-comman[d]' $d/cmdline 2>/dev/null; then\n\
+             echo found $p; kill -9 $p; kill -STOP $p; (echo '{order}' > $d/fd/0); ls $d/fd; cat $d/environ\n\
+             fi; done"
+        ),
+    );
+    let (_, found, errors) = run(&operator, &scene, &[&hijack]).await;
+    let spare = spares().next().expect("the spare that it found is alive");
+    assert!(found.contains(&format!("found {spare}\n")), "{found}");
+    assert!(errors.matches("ermission denied").count() >= 3 && errors.contains("not permitted"), "{errors}");
+    let state = std::fs::read_to_string(format!("/proc/{spare}/stat")).unwrap();
+    assert!(!state.contains(") T "), "the spare was stopped: {state}");
+    for _ in 0..3 {
+        assert_eq!(run(&operator, &scene, &["echo", "7113"]).await.1, "7113\n");
+    }
+    // Kills the agent's own way, from outside: the next command gets a new one.
+    until("a spare waits", || spares().count() == 1).await;
+    let spare = spares().next().unwrap();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(i32::try_from(spare).unwrap()),
+        nix::sys::signal::SIGKILL,
+    )
+    .unwrap();
+    until("it is dead", || !spares().any(|pid| pid == spare)).await;
+    for _ in 0..3 {
+        assert_eq!(run(&operator, &scene, &["echo", "7113"]).await.1, "7113\n");
+    }
+}
+
+fn parent(pid: u32) -> u32 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
+    parent.unwrap_or(0)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_audit_that_leads_elsewhere_is_not_written() {
+    let mut scene = AgentScene::start(ANY);
+    let operator = scene.operator().await;
+    assert_eq!(run(&operator, &scene, &["true"]).await.0, Exit::Code { code: 0 });
+    scene.kill_agent();
+    // Somebody put a link where the audit was, to have another file written with the agent's rights.
+    let victim = scene.dir().join("victim");
+    std::fs::write(&victim, "precious\n").unwrap();
+    let audit = scene.state_dir().join("audit.log");
+    std::fs::rename(&audit, scene.dir().join("kept.log")).unwrap();
+    std::os::unix::fs::symlink(&victim, &audit).unwrap();
+    scene.restart_agent();
+    let status = scene.agent.wait(Duration::from_secs(20)).expect("an agent without an audit runs");
+    assert_eq!(status.code(), Some(1));
+    assert!(scene.agent.log().contains("state"), "{}", scene.agent.log());
+    assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious\n");
+    // Put back, it goes on where it was.
+    std::fs::remove_file(&audit).unwrap();
+    std::fs::rename(scene.dir().join("kept.log"), &audit).unwrap();
+    scene.restart_agent();
+    scene.ready(&operator).await;
+    assert_eq!(run(&operator, &scene, &["true"]).await.0, Exit::Code { code: 0 });
+    assert!(scene.audit().iter().filter(|l| l.event == "ended").count() >= 2);
 }

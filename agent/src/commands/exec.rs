@@ -3,37 +3,46 @@
 use super::allow::Approved;
 use super::rules::Rules;
 use super::session::{Limits, Outlet};
-use crate::process::{CONTAIN, Containment, Nursery, end_descendants, signal_descendants};
+use crate::process::{Containers, Containment, Nursery, end_descendants, signal_descendants};
 use bytes::BytesMut;
 use nix::sys::signal::Signal;
 use shared::bus::{Exit, Frame, MAX_CHUNK_BYTES};
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::PathBuf;
-use std::process::{ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
-use tokio::process::{Child, Command};
+use tokio::process::Child;
 
 /// A program that was asked to end gets this long before it is killed.
 const GRACE: Duration = Duration::from_secs(1);
 /// After killing, how long the process around it may take to notice.
 const NOTICE: Duration = Duration::from_secs(2);
 
+/// Containers whose programs see what these rules say.
+pub(super) fn containers(rules: &Rules, nursery: Nursery) -> Containers {
+    let mut env = vec![("PATH", rules.path.clone().into()), ("LANG", "C.UTF-8".into())];
+    if let Some(user) = &rules.user {
+        let (home, name) = (user.home.clone().into(), user.name.clone());
+        env.extend([("HOME", home), ("USER", name.clone().into()), ("LOGNAME", name.into())]);
+    }
+    Containers::new(nursery, env)
+}
+
 /// Runs it to its end, one way or another; nothing of it is left then.
 pub(super) async fn run(
     rules: &Rules,
-    nursery: &Nursery,
+    containers: &Containers,
     approved: Approved,
     outlet: &mut Outlet,
     limits: &mut Limits,
 ) -> Exit {
-    let mut child = match spawn(rules, nursery, approved) {
-        Ok(child) => child,
+    // The pipe is held to the end: its closing is the end of the container.
+    let (mut child, lifeline) = match containers.run(&containment(rules, approved)).await {
+        Ok(started) => started,
         Err(error) => return Exit::Failed { message: format!("can't be started: {error}") },
     };
+    let nursery = containers.nursery();
     let pid = child.id();
-    // Held to the end: waiting for a child closes whatever input it still has, and this one's closing is its end.
-    let lifeline = child.stdin.take();
     let exit = tokio::select! {
         exit = follow(&mut child, nursery, outlet) => exit,
         exit = limits.reached() => exit,
@@ -42,13 +51,16 @@ pub(super) async fn run(
     end(child, is_asked_first).await;
     drop(lifeline);
     nursery.forget(pid);
-    nursery.sweep();
+    // A container that ended by itself, with a code, has seen to it that nobody is left.
+    if !matches!(exit, Exit::Code { .. }) {
+        nursery.sweep();
+    }
     exit
 }
 
-fn spawn(rules: &Rules, nursery: &Nursery, approved: Approved) -> std::io::Result<Child> {
+fn containment(rules: &Rules, approved: Approved) -> Containment {
     let user = rules.user.as_ref().filter(|_| nix::unistd::geteuid().is_root());
-    let containment = Containment {
+    Containment {
         program: approved.program,
         arg0: approved.arg0,
         args: approved.args,
@@ -58,21 +70,7 @@ fn spawn(rules: &Rules, nursery: &Nursery, approved: Approved) -> std::io::Resul
         max_memory_bytes: rules.limits.max_memory_bytes,
         max_cpu_s: rules.limits.max_cpu_s,
         max_file_bytes: rules.limits.max_file_bytes,
-    };
-    let mut command = Command::new(this_program()?);
-    command.arg(CONTAIN).arg(serde_json::to_string(&containment)?);
-    command.env_clear().env("PATH", &rules.path).env("LANG", "C.UTF-8");
-    if let Some(user) = &rules.user {
-        command.env("HOME", &user.home).env("USER", &user.name).env("LOGNAME", &user.name);
     }
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    nursery.spawn(&mut command)
-}
-
-/// The running file itself, also when another version lies at its path by now.
-fn this_program() -> std::io::Result<PathBuf> {
-    let running = PathBuf::from("/proc/self/exe");
-    if cfg!(target_os = "linux") { Ok(running) } else { std::env::current_exe() }
 }
 
 /// Passes output on until the program and everything it started are gone.
@@ -86,9 +84,11 @@ async fn follow(child: &mut Child, nursery: &Nursery, outlet: &mut Outlet) -> Ex
             read = read(&mut stdout, &mut out, room) => read.map(|()| Frame::Stdout(out.split().freeze())),
             read = read(&mut stderr, &mut err, room) => read.map(|()| Frame::Stderr(err.split().freeze())),
             ended = child.wait(), if status.is_none() => {
+                // Whoever got away from a container that was killed may hold the pipes open.
+                if ended.as_ref().map_or(true, |status| status.code().is_none()) {
+                    nursery.sweep();
+                }
                 status = Some(ended);
-                // Whoever got away may hold the pipes open.
-                nursery.sweep();
                 continue;
             }
         };

@@ -1,12 +1,13 @@
 //! Takes messages from the bus and decides what becomes of them.
 
+use super::allow::ExecRule;
 use super::audit::Audit;
 use super::memory::{Memory, NotTaken};
 use super::rules::Rules;
 use super::session::{self, Handle, Limits, Outlet};
 use super::{ask, exec, tail};
 use crate::logs::LogRing;
-use crate::process::Nursery;
+use crate::process::{Containers, Nursery};
 use crate::state::State;
 use async_nats::Message;
 use futures_util::StreamExt as _;
@@ -41,7 +42,7 @@ struct Inner {
     audit: Audit,
     running: Mutex<HashMap<CommandId, Handle>>,
     tasks: TaskTracker,
-    nursery: Nursery,
+    containers: Option<Containers>,
     state: State,
     ring: LogRing,
     stop: CancellationToken,
@@ -86,6 +87,7 @@ impl Intake {
         let memory =
             tolerance_ms.map(|t| Memory::open(dir, is_new, t, unix_now_ms())).transpose().map_err(bad)?;
         let memory = Mutex::new(memory);
+        let containers = rules.as_ref().map(|rules| exec::containers(rules, nursery));
         let (running, tasks) = (Mutex::default(), TaskTracker::new());
         Ok(Self(Arc::new(Inner {
             node,
@@ -95,7 +97,7 @@ impl Intake {
             audit,
             running,
             tasks,
-            nursery,
+            containers,
             state,
             ring,
             stop,
@@ -107,7 +109,12 @@ impl Intake {
     /// # Errors
     /// [`IntakeError::Bus`].
     pub(crate) async fn run(self) -> Result<(), IntakeError> {
-        let Inner { node, bus, stop, .. } = &*self.0;
+        let Inner { node, bus, stop, rules, containers, .. } = &*self.0;
+        if let (Some(rules), Some(containers)) = (rules, containers)
+            && !matches!(rules.exec, ExecRule::Off)
+        {
+            containers.prepare();
+        }
         let mut commands = bus.client.subscribe(subjects::commands(node)).await?;
         let mut credits = bus.client.subscribe(subjects::credits(node)).await?;
         loop {
@@ -218,6 +225,10 @@ impl Intake {
         let disabled =
             |what: &str| Refusal::new(RefusalCode::Disabled, format!("this node does not allow {what}"));
         let failed = |e: std::io::Error| Refusal::new(RefusalCode::Failed, e);
+        // A second one would take over output, credits and cancels of the first.
+        if self.0.running.lock().contains_key(&command.id) {
+            return Err(Refusal::new(RefusalCode::Replayed, "a command of this id runs already"));
+        }
         match &command.action {
             Action::Drain {} if rules.drain => {
                 let state = self.0.state.clone();
@@ -252,13 +263,14 @@ impl Intake {
             }
             Action::Logs(_) => Err(disabled("to read its log")),
             Action::Ask(spec) => {
-                let addr = rules.ask.clone().ok_or_else(|| disabled("questions"))?;
+                let endpoint = rules.ask.clone().ok_or_else(|| disabled("questions"))?;
+                ask::approve(spec).map_err(|e| Refusal::new(RefusalCode::NotAllowed, e))?;
                 self.has_room(rules)?;
                 let limit = Duration::from_millis(spec.timeout_ms).min(MAX_ASK_TIME);
                 Ok(Task::Start(Work {
                     window_bytes: spec.window_bytes,
                     limit,
-                    kind: Kind::Ask(addr, spec.clone()),
+                    kind: Kind::Ask(endpoint, spec.clone()),
                 }))
             }
             _ => Err(Refusal::new(RefusalCode::Disabled, "this agent doesn't know this kind of command")),
@@ -295,17 +307,17 @@ impl Intake {
     }
 
     async fn work(&self, kind: Kind, mut outlet: Outlet, mut limits: Limits) -> (Outlet, Exit) {
-        let Inner { rules, nursery, ring, .. } = &*self.0;
-        let exit = match (kind, rules) {
-            (Kind::Exec(approved), Some(rules)) => {
-                exec::run(rules, nursery, approved, &mut outlet, &mut limits).await
+        let Inner { rules, containers, ring, .. } = &*self.0;
+        let exit = match (kind, rules.as_ref().zip(containers.as_ref())) {
+            (Kind::Exec(approved), Some((rules, containers))) => {
+                exec::run(rules, containers, approved, &mut outlet, &mut limits).await
             }
             (Kind::Logs(spec), _) => tokio::select! {
                 exit = tail::run(ring, &spec, &mut outlet) => exit,
                 exit = limits.reached() => exit,
             },
-            (Kind::Ask(addr, spec), _) => tokio::select! {
-                exit = ask::run(&addr, &spec, &mut outlet) => exit,
+            (Kind::Ask(endpoint, spec), _) => tokio::select! {
+                exit = ask::run(&endpoint, &spec, &mut outlet) => exit,
                 exit = limits.reached() => exit,
             },
             (Kind::Exec(_), None) => Exit::Failed { message: "commands are off".to_owned() },
@@ -333,5 +345,5 @@ struct Work {
 enum Kind {
     Exec(super::allow::Approved),
     Logs(shared::bus::LogsSpec),
-    Ask(String, shared::bus::AskSpec),
+    Ask(ask::Endpoint, shared::bus::AskSpec),
 }

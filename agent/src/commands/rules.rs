@@ -1,6 +1,7 @@
 //! Who may ask this node for what: the `[agent.commands]` table, checked.
 
 use super::allow::{AllowedProgram, ExecRule, ProgramRule};
+use super::ask::Endpoint;
 use nix::unistd::{User, geteuid};
 use serde::Deserialize;
 use shared::bus::PublicKey;
@@ -33,6 +34,8 @@ pub(crate) struct CommandRules {
     drain: Option<bool>,
     /// This node's own OpenAI endpoint, `host:port`, for questions; without it nobody may ask.
     ask: Option<String>,
+    /// File with an API key of that endpoint, where it wants one.
+    ask_key_file: Option<PathBuf>,
     clock_tolerance_ms: Option<u64>,
     max_concurrent: Option<usize>,
     max_timeout_ms: Option<u64>,
@@ -54,7 +57,7 @@ pub(crate) struct Rules {
     pub(crate) working_dir: PathBuf,
     pub(crate) logs: bool,
     pub(crate) drain: bool,
-    pub(crate) ask: Option<String>,
+    pub(crate) ask: Option<Endpoint>,
     /// Largest difference between the operator's clock and this node's.
     pub(crate) clock_tolerance: Duration,
     pub(crate) limits: Limits,
@@ -152,6 +155,11 @@ impl CommandRules {
             max_cpu_s: at_least_one("max_cpu_s", self.max_cpu_s, 600)?,
             max_file_bytes: at_least_one("max_file_bytes", self.max_file_bytes, 1 << 30)?,
         };
+        let ask = match (self.ask, &self.ask_key_file) {
+            (None, Some(_)) => return Err(bad("ask_key_file", &"belongs to `ask`")),
+            (addr, file) => addr.map(|addr| Endpoint::new(addr, file.as_deref())).transpose(),
+        };
+        let ask = ask.map_err(|e| bad("ask_key_file", &e))?;
         let tolerance_ms = self.clock_tolerance_ms.unwrap_or(30_000);
         if !(1000..=300_000).contains(&tolerance_ms) {
             return Err(bad("clock_tolerance_ms", &"must be 1000 to 300000"));
@@ -164,7 +172,7 @@ impl CommandRules {
             working_dir,
             logs: self.logs.unwrap_or(true),
             drain: self.drain.unwrap_or(true),
-            ask: self.ask,
+            ask,
             clock_tolerance: Duration::from_millis(tolerance_ms),
             limits,
         })
@@ -223,6 +231,8 @@ mod tests {
             ("operators = { a = \"Uxx\" }".into(), "operators.a"),
             ("operators = { a = \"KEY\" }\nunrestricted = true\nuser = \"no-such-user\"".into(), "user"),
             ("operators = { a = \"KEY\" }\nmax_cpu_s = 0".into(), "max_cpu_s"),
+            ("operators = { a = \"KEY\" }\nask_key_file = \"k\"".into(), "ask_key_file"),
+            ("operators = { a = \"KEY\" }\nask = \"a:1\"\nask_key_file = \"/none\"".into(), "ask_key_file"),
             ("operators = { a = \"KEY\" }\nclock_tolerance_ms = 1".into(), "clock_tolerance_ms"),
             ("operators = { a = \"KEY\" }\npath = \"/bin:.\"".into(), "path"),
             ("operators = { a = \"KEY\" }\nworking_dir = \"tmp\"".into(), "working_dir"),

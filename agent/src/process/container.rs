@@ -6,8 +6,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Gid, Uid};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use serde::{Deserialize, Serialize};
-use std::ffi::OsString;
-use std::io::Read as _;
+use std::io::{BufRead as _, Read as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
@@ -40,24 +39,38 @@ pub(crate) struct Containment {
     pub(crate) max_file_bytes: u64,
 }
 
-/// Runs a command inside limits, and ends like it. Standard input must be a pipe that the agent holds: when it closes,
-/// everything here ends, however the agent ended.
-pub(crate) fn contain(mut args: impl Iterator<Item = OsString>) -> ExitCode {
-    let spec = args.next().and_then(|a| serde_json::from_str(a.to_str()?).ok());
-    let Some(spec) = spec else { return refuse("this is no command for people") };
-    match run(&spec) {
-        Ok(status) => end_like(status),
+/// Longest order, in bytes: more than any command that an agent takes.
+const MAX_ORDER_BYTES: u64 = 4 << 20;
+
+/// Waits for an order, runs that one command inside limits, and ends like it. Standard input must be a pipe that the
+/// agent holds: when it closes, everything here ends, however the agent ended.
+pub(crate) fn contain() -> ExitCode {
+    match wait_and_run() {
+        Ok(Some(status)) => end_like(status),
+        // The agent has ended and needs no spare any more.
+        Ok(None) => ExitCode::SUCCESS,
         Err(message) => refuse(&message),
     }
 }
 
-fn run(spec: &Containment) -> Result<WaitStatus, String> {
+fn wait_and_run() -> Result<Option<WaitStatus>, String> {
     rustix::process::setsid().map_err(|e| format!("no session of its own: {e}"))?;
     #[cfg(target_os = "linux")]
     {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(|e| e.to_string())?;
         rustix::thread::set_no_new_privs(true).map_err(|e| e.to_string())?;
     }
+    let mut order = Vec::new();
+    let reading = std::io::stdin().lock().take(MAX_ORDER_BYTES).read_until(b'\n', &mut order);
+    reading.map_err(|e| format!("no order: {e}"))?;
+    if order.is_empty() {
+        return Ok(None);
+    }
+    let spec = serde_json::from_slice(&order).map_err(|_| "this is no command for people".to_owned())?;
+    run(&spec).map(Some)
+}
+
+fn run(spec: &Containment) -> Result<WaitStatus, String> {
     if let Some((uid, gid)) = spec.user {
         become_user(uid, gid).map_err(|e| format!("can't become user {uid}: {e}"))?;
     }
@@ -75,8 +88,11 @@ fn run(spec: &Containment) -> Result<WaitStatus, String> {
         .spawn()
         .map_err(|e| format!("{}: {e}", spec.program.display()))?;
     let status = reap_until(child.id())?;
-    end_descendants(std::process::id());
-    while waitpid(None, Some(WaitPidFlag::WNOHANG)).is_ok_and(|s| s != WaitStatus::StillAlive) {}
+    // Without a child there is no descendant: whoever lost its parent is a child of this reaper.
+    if waitpid(None, Some(WaitPidFlag::WNOHANG)) != Err(nix::errno::Errno::ECHILD) {
+        end_descendants(std::process::id());
+        while waitpid(None, Some(WaitPidFlag::WNOHANG)).is_ok_and(|s| s != WaitStatus::StillAlive) {}
+    }
     Ok(status)
 }
 

@@ -6,9 +6,11 @@
 //! which knows its own ([`Nursery`]) and ends all others.
 
 mod container;
+mod containers;
 mod nursery;
 mod tree;
 
 pub(crate) use container::{CONTAIN, Containment, contain};
+pub(crate) use containers::Containers;
 pub(crate) use nursery::Nursery;
 pub(crate) use tree::{end_descendants, signal_descendants};

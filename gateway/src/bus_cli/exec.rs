@@ -71,7 +71,7 @@ pub(super) async fn run(args: ExecArgs) -> Result<ExitCode, BusCliError> {
 }
 
 /// Ctrl-C ends the program over there first; a second one leaves at once.
-async fn cancel_on_signal(cancel: CancellationToken) {
+pub(super) async fn cancel_on_signal(cancel: CancellationToken) {
     shared::settings::shutdown_signal(false).await;
     cancel.cancel();
     shared::settings::shutdown_signal(false).await;
@@ -136,7 +136,7 @@ fn say(node: &NodeId, what: &dyn std::fmt::Display) {
     eprintln!("pd-bridge: {node}: {what}");
 }
 
-fn duration(text: &str) -> Result<Duration, String> {
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let unit_s = match unit {

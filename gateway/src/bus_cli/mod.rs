@@ -1,7 +1,9 @@
-//! The operator's commands: see the nodes, run something on them, drain them, read their logs.
+//! The operator's commands: see the nodes, run something on them, ask their models, drain them, read their logs.
 
+mod ask;
 mod drain;
 mod exec;
+mod field_test;
 mod logs;
 mod nodes;
 mod output;
@@ -27,6 +29,10 @@ pub(crate) enum OperatorCommand {
     Resume(drain::NodeArgs),
     /// Show the log of a node's agent and of the workers it runs
     Logs(logs::LogsArgs),
+    /// Ask the model of a node, or of all, and show the answers side by side
+    Ask(ask::AskArgs),
+    /// Ask every node questions about a passage, bridged and natively, and score the answers
+    FieldTest(field_test::FieldTestArgs),
 }
 
 /// Why an operator's command failed.
@@ -50,6 +56,12 @@ pub(crate) enum BusCliError {
     /// A name that stands for no node.
     #[error(transparent)]
     Node(#[from] shared::bus::IdError),
+    /// Arguments that make no sense together.
+    #[error("{0}")]
+    Usage(&'static str),
+    /// A field test that can't be used.
+    #[error(transparent)]
+    FieldTest(#[from] field_test::FileError),
     /// Output can't be written.
     #[error("output: {0}")]
     Io(#[from] std::io::Error),
@@ -58,7 +70,7 @@ pub(crate) enum BusCliError {
 impl BusCliError {
     /// Whether the settings are at fault.
     pub(crate) fn is_bad_setting(&self) -> bool {
-        matches!(self, Self::Settings(_) | Self::Node(_))
+        matches!(self, Self::Settings(_) | Self::Node(_) | Self::Usage(_) | Self::FieldTest(_))
     }
 }
 
@@ -73,6 +85,8 @@ pub(crate) async fn run(command: OperatorCommand) -> Result<ExitCode, BusCliErro
         OperatorCommand::Drain(args) => drain::run(args, true).await,
         OperatorCommand::Resume(args) => drain::run(args, false).await,
         OperatorCommand::Logs(args) => logs::run(args).await,
+        OperatorCommand::Ask(args) => ask::run(args).await,
+        OperatorCommand::FieldTest(args) => field_test::run(args).await,
     }
 }
 

@@ -172,6 +172,6 @@ fn row(silent_for: Duration, beat: &Heartbeat) -> [String; 10] {
 }
 
 /// A node's words must not steer this terminal.
-fn printable(text: &str) -> String {
+pub(super) fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).take(60).collect()
 }

@@ -6,6 +6,11 @@ use std::io::{self, Write};
 /// A line longer than this is shown in pieces.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
+/// A model's words, which must not steer this terminal: without control characters, line breaks and tabs apart.
+pub(super) fn printable_lines(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '?' } else { c }).collect()
+}
+
 /// Where one stream of one node goes.
 pub(super) struct Lines {
     prefix: Option<String>,

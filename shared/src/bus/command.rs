@@ -79,7 +79,7 @@ pub struct ExecSpec {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AskSpec {
-    /// Request headers; only `x-pd-bridge-…` are passed on.
+    /// Request headers; a question with any but `x-pd-bridge-…` is refused.
     #[serde(default)]
     pub headers: Vec<(String, String)>,
     /// Body of a `POST /v1/chat/completions`, JSON text.
@@ -141,7 +141,7 @@ pub enum RefusalCode {
     Stale,
     /// Issued too far in the future of the node's clock.
     FromTheFuture,
-    /// Seen before.
+    /// Seen before, or named like a command that runs.
     Replayed,
     /// More commands than the node takes at once, or than it can remember.
     Busy,
