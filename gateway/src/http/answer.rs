@@ -69,9 +69,9 @@ impl Exchange {
         let verdict = Verdict::without_receipt(VerdictKind::Native, reason, parties, 0);
         app.ctx.metrics.ended(&verdict, self.arrived.elapsed());
         crate::record::current().ended(&verdict);
-        app.ctx.verdicts.put(&verdict);
         let mut response = error.into_response();
         bridge_headers::set(&mut response, &verdict);
+        app.ctx.verdicts.put(Arc::new(verdict));
         response
     }
 }
@@ -131,7 +131,7 @@ pub(super) async fn answer(
         Some(Err(failure)) => return Ok(failed(&failure)),
         None => {
             let parties = Parties { request_id: exchange.request_id.clone(), ..Parties::default() };
-            (Verdict::without_receipt(VerdictKind::Pending, None, parties, prompt_tokens), true)
+            (Arc::new(Verdict::without_receipt(VerdictKind::Pending, None, parties, prompt_tokens)), true)
         }
     };
     let body = SseBody::new(telling, early, exchange.clock.clone(), app.settings.sse_keep_alive);
@@ -197,7 +197,7 @@ fn early_after(asked: Asked, setting: Option<Duration>) -> Option<Duration> {
 async fn verdict_within(
     telling: &mut Telling,
     limit: Option<Duration>,
-) -> Option<Result<Verdict, Box<Failure>>> {
+) -> Option<Result<Arc<Verdict>, Box<Failure>>> {
     let decided = decided(telling);
     match limit {
         None => Some(decided.await),
@@ -206,7 +206,7 @@ async fn verdict_within(
     }
 }
 
-async fn decided(telling: &mut Telling) -> Result<Verdict, Box<Failure>> {
+async fn decided(telling: &mut Telling) -> Result<Arc<Verdict>, Box<Failure>> {
     loop {
         if let Some(verdict) = telling.verdict() {
             return Ok(verdict);

@@ -18,19 +18,25 @@ const CONCURRENCY_RETRY: Duration = Duration::from_secs(1);
 
 /// Refuses requests without a known key, if any key is configured, and those beyond the key's limits.
 pub(super) async fn check(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    if !app.keys.is_on() {
-        return next.run(request).await;
-    }
-    let admitted = authorized(&app, request.headers()).and_then(|key| {
-        // Looking at models costs nothing; what is limited is work.
-        let permit = if request.method() == Method::POST { key.admit().map_err(too_many)? } else { None };
-        record::current().authorized(key.name, permit);
-        Ok(())
-    });
-    match admitted {
+    match admit(&app, request.method(), request.headers()) {
         Ok(()) => next.run(request).await,
         Err(error) => error.into_response(),
     }
+}
+
+/// Lets a request in and notes whose it is.
+///
+/// # Errors
+/// 401 without a known key, if any key is configured; 429 beyond the key's limits.
+pub(super) fn admit(app: &App, method: &Method, headers: &HeaderMap) -> Result<(), ApiError> {
+    if !app.keys.is_on() {
+        return Ok(());
+    }
+    let key = authorized(app, headers)?;
+    // Looking at models costs nothing; what is limited is work.
+    let permit = if method == Method::POST { key.admit().map_err(too_many)? } else { None };
+    record::current().authorized(key.name, permit);
+    Ok(())
 }
 
 /// Refuses requests without an administrator's key, if any key is configured and the setting does not open the door.

@@ -78,8 +78,13 @@ pub(super) fn set(response: &mut Response, verdict: &Verdict) {
 pub(super) async fn always(request: Request, next: Next) -> Response {
     let inference =
         matches!(request.uri().path(), "/v1/chat/completions" | "/v1/completions" | "/v1/responses");
-    let mut response = next.run(request).await;
-    if inference && !response.headers().contains_key(&VERDICT) {
+    let response = next.run(request).await;
+    if inference { with_verdict(response) } else { response }
+}
+
+/// A response of an inference endpoint, with a verdict if it has none yet.
+pub(super) fn with_verdict(mut response: Response) -> Response {
+    if !response.headers().contains_key(&VERDICT) {
         let reason = response.extensions().get::<Reason>().map_or("invalid_request", |r| r.0);
         let parties = Parties { request_id: record::current().request_id.clone(), ..Parties::default() };
         set(

@@ -16,14 +16,23 @@ use std::sync::atomic::Ordering;
 /// W3C trace context.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// Names the request, keeps its record until the answer is over, and asks clients to leave while draining.
+/// [`kept`] as a layer.
 pub(super) async fn keep(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    kept(&app, request, async |request| next.run(request).await).await
+}
+
+/// Names the request, keeps its record until the answer is over, and asks clients to leave while draining.
+pub(super) async fn kept<B>(
+    app: &App,
+    request: axum::http::Request<B>,
+    run: impl AsyncFnOnce(axum::http::Request<B>) -> Response,
+) -> Response {
     let id = request_id(request.headers());
     let log = app.access_log.clone();
     let (method, path) = (request.method().as_str(), request.uri().path());
     let record = Record::new(id, method, path, log);
     let record = Arc::new(if trace::is_on() { record.traced(root(&request)) } else { record });
-    let mut response = record::scope(record.clone(), next.run(request)).await;
+    let mut response = record::scope(record.clone(), run(request)).await;
     record.responded(response.status().as_u16());
     let headers = response.headers_mut();
     if !headers.contains_key(&REQUEST_ID)
@@ -41,7 +50,7 @@ pub(super) async fn keep(State(app): State<Arc<App>>, request: Request, next: Ne
 }
 
 /// The span of a request that is worth one: work, not looking around.
-fn root(request: &Request) -> Span {
+fn root<B>(request: &axum::http::Request<B>) -> Span {
     if request.method() != Method::POST {
         return Span::default();
     }

@@ -13,6 +13,7 @@ mod cors;
 mod endpoint;
 mod error;
 mod form;
+mod front;
 mod head_limit;
 mod held;
 mod journal;
@@ -88,8 +89,8 @@ pub(crate) struct App {
     pub(crate) started_unix_s: u64,
 }
 
-/// All routes.
-pub(crate) fn router(app: Arc<App>) -> Router {
+/// All routes. Inference comes here only where browsers of other origins are let in, see [`front`].
+fn router(app: Arc<App>) -> Router {
     let inference = Router::new()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))

@@ -72,7 +72,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
 /// `GET /v1/bridge/verdicts/{id}`
 pub(super) async fn verdict(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
     match app.ctx.verdicts.find(&id) {
-        Some(verdict) => Json(verdict).into_response(),
+        Some(verdict) => Json(&*verdict).into_response(),
         None => ApiError::not_found("no verdict of that request is known (any more)").into_response(),
     }
 }

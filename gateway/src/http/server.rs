@@ -1,15 +1,16 @@
 //! The accept loop: caps and timeouts that `axum::serve` lacks, TLS, and draining.
 
 use super::connections::{Connections, Seated};
+use super::front::Front;
+use super::held::Held;
 use super::tls::Acceptor;
 use super::write_clock::{ClockedStream, WriteClock};
-use super::{App, overload, router};
-use axum::Router;
+use super::{App, overload};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
-use hyper::service::{Service as _, service_fn};
+use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use hyper_util::service::TowerToHyperService;
+use std::convert::Infallible;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,7 +28,7 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 /// What every connection needs.
 struct Shared {
     app: Arc<App>,
-    service: TowerToHyperService<Router>,
+    front: Front,
     http: http1::Builder,
     tls: Option<Acceptor>,
     /// Cancelled when idle connections are to end.
@@ -45,7 +46,7 @@ pub(crate) async fn serve(
     http.max_buf_size(app.settings.max_header_bytes).max_headers(MAX_HEADERS);
     let shared = Arc::new(Shared {
         app: app.clone(),
-        service: TowerToHyperService::new(router(app.clone())),
+        front: Front::new(app.clone()),
         http,
         tls,
         closing: CancellationToken::new(),
@@ -116,11 +117,11 @@ impl Shared {
     ) {
         let clock = WriteClock::new(self.app.ctx.metrics.token_write.clone());
         let io = TokioIo::new(ClockedStream::new(stream, clock.clone(), seat.clone()));
-        let answer = service_fn(|mut request: hyper::Request<Incoming>| {
+        let answer = service_fn(|request: hyper::Request<Incoming>| {
             let busy = seat.request();
-            request.extensions_mut().insert(clock.clone());
-            let answer = self.service.call(request);
-            async move { answer.await.map(|response| response.map(|body| super::held::Held::new(body, busy))) }
+            // An idle connection must not hold room for the largest answer.
+            let answer = Box::pin(self.front.answer(request, clock.clone()));
+            async move { Ok::<_, Infallible>(answer.await.map(|body| Held::new(body, busy))) }
         });
         let mut connection = pin!(self.http.serve_connection(io, answer).with_upgrades());
         let ended = tokio::select! {

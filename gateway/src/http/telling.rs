@@ -2,24 +2,48 @@
 
 use super::usage::Usage;
 use super::voice::{Frames, Voice};
-use crate::pipeline::{Context, Event, Failure, FailureKind};
+use crate::pipeline::{Context, Event, Failure, FailureKind, Running};
 use futures_util::StreamExt as _;
-use futures_util::stream::SelectAll;
+use futures_util::stream::{SelectAll, select_all};
 use shared::verdict::{Parties, Verdict, VerdictKind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
-use tokio::sync::mpsc;
 
-type Events = Pin<Box<dyn futures_util::Stream<Item = (usize, Event)> + Send>>;
+/// The events of all prompts.
+enum Events {
+    /// Of a single prompt.
+    One(Running),
+    /// With the prompt that each is of.
+    Several(SelectAll<Pin<Box<dyn futures_util::Stream<Item = (usize, Event)> + Send>>>),
+}
+
+impl Events {
+    fn of(mut prompts: Vec<Running>) -> Self {
+        if prompts.len() == 1
+            && let Some(one) = prompts.pop()
+        {
+            return Self::One(one);
+        }
+        let numbered = prompts.into_iter().enumerate();
+        Self::Several(select_all(numbered.map(|(i, events)| events.map(move |event| (i, event)).boxed())))
+    }
+
+    async fn next(&mut self) -> Option<(usize, Event)> {
+        match self {
+            Self::One(events) => Some((0, events.next().await?)),
+            Self::Several(events) => events.next().await,
+        }
+    }
+}
 
 /// A request that is being answered.
 pub(super) struct Telling {
-    events: SelectAll<Events>,
+    events: Events,
     voice: Box<dyn Voice>,
     ctx: Arc<Context>,
     request_id: String,
-    verdicts: Vec<Option<Box<Verdict>>>,
+    verdicts: Vec<Option<Arc<Verdict>>>,
     choices_per_prompt: usize,
     open_choices: usize,
     completion_tokens: u64,
@@ -42,23 +66,17 @@ pub(super) enum Step {
 }
 
 impl Telling {
-    /// Tells the events of one receiver per prompt.
+    /// Tells the events of one request per prompt.
     pub(super) fn new(
-        receivers: Vec<mpsc::Receiver<Event>>,
+        running: Vec<Running>,
         choices_per_prompt: u32,
         ctx: Arc<Context>,
         request_id: String,
         voice: Box<dyn Voice>,
     ) -> Self {
-        let prompts = receivers.len();
-        let events = receivers.into_iter().enumerate().map(|(prompt, receiver)| -> Events {
-            Box::pin(futures_util::stream::unfold(receiver, move |mut receiver| async move {
-                let event = receiver.recv().await?;
-                Some(((prompt, event), receiver))
-            }))
-        });
+        let prompts = running.len();
         Self {
-            events: futures_util::stream::select_all(events),
+            events: Events::of(running),
             voice,
             ctx,
             request_id,
@@ -105,16 +123,21 @@ impl Telling {
             }
             Event::Failed(mut failure) => {
                 failure.verdict.request_id.clone_from(&self.request_id);
-                self.ctx.verdicts.put(&failure.verdict);
+                self.ctx.verdicts.put(Arc::new((*failure.verdict).clone()));
                 Step::Failed(Box::new(failure))
             }
         }
     }
 
     /// The verdict, once every prompt has one.
-    pub(super) fn verdict(&self) -> Option<Verdict> {
+    pub(super) fn verdict(&self) -> Option<Arc<Verdict>> {
+        if let [Some(only)] = &self.verdicts[..]
+            && only.request_id == self.request_id
+        {
+            return Some(only.clone());
+        }
         let all = self.verdicts.iter().map(Option::as_deref).collect::<Option<Vec<_>>>()?;
-        Some(merged(&all, &self.request_id))
+        Some(Arc::new(merged(&all, &self.request_id)))
     }
 
     /// Tells that it ends here.
@@ -127,7 +150,7 @@ impl Telling {
         if self.verdicts.len() > 1
             && let Some(verdict) = self.verdict()
         {
-            self.ctx.verdicts.put(&verdict);
+            self.ctx.verdicts.put(verdict);
         }
     }
 

@@ -74,6 +74,7 @@
 //! | `vllm:request_params_max_tokens` | tokens asked for at most | |
 
 mod made;
+mod per_label;
 mod vllm;
 
 pub(crate) use vllm::Times;
@@ -81,9 +82,9 @@ pub(crate) use vllm::Times;
 use crate::discovery::{Directory, FleetMetrics};
 use crate::fleet::Fleet;
 use made::Made;
+use per_label::{Label, PerLabel};
 use prometheus::{
-    Encoder as _, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry,
-    TextEncoder,
+    Encoder as _, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry, TextEncoder,
 };
 use shared::verdict::{Verdict, VerdictKind};
 use std::time::Duration;
@@ -100,10 +101,10 @@ pub(crate) struct Metrics {
     pub(crate) connections: IntGauge,
     pub(crate) connections_refused: IntCounter,
     pub(crate) access_log_dropped: IntCounter,
-    ttft: HistogramVec,
+    ttft: PerLabel<VerdictKind>,
     inter_token: Histogram,
-    e2e: HistogramVec,
-    stage: HistogramVec,
+    e2e: PerLabel<VerdictKind>,
+    stage: PerLabel<Stage>,
     pub(crate) token_write: Histogram,
     prompt_tokens: IntCounter,
     cached_tokens: IntCounter,
@@ -138,7 +139,11 @@ pub(crate) enum Stage {
     Decode,
 }
 
-impl Stage {
+impl Label for Stage {
+    fn index(self) -> usize {
+        self as usize
+    }
+
     fn as_str(self) -> &'static str {
         match self {
             Self::Tokenize => "tokenize",
@@ -150,6 +155,16 @@ impl Stage {
             Self::DecoderPrefill => "decoder_prefill",
             Self::Decode => "decode",
         }
+    }
+}
+
+impl Label for VerdictKind {
+    fn index(self) -> usize {
+        self as usize
+    }
+
+    fn as_str(self) -> &'static str {
+        self.as_str()
     }
 }
 
@@ -237,14 +252,29 @@ impl Metrics {
             connections_refused: made.counter("connections_refused_total", "Connections beyond the cap.")?,
             access_log_dropped: made
                 .counter("access_log_dropped_total", "Access log lines that the disk was too slow for.")?,
-            ttft: made.histograms("ttft_seconds", "Arrival to first token.", &["verdict"], SLOW)?,
+            ttft: PerLabel::new(made.histograms(
+                "ttft_seconds",
+                "Arrival to first token.",
+                &["verdict"],
+                SLOW,
+            )?),
             inter_token: made.histogram(
                 "inter_token_latency_seconds",
                 "Time between token messages.",
                 FAST,
             )?,
-            e2e: made.histograms("e2e_seconds", "Arrival to end of answer.", &["verdict"], SLOW)?,
-            stage: made.histograms("stage_seconds", "Parts of a request's life.", &["stage"], SLOW)?,
+            e2e: PerLabel::new(made.histograms(
+                "e2e_seconds",
+                "Arrival to end of answer.",
+                &["verdict"],
+                SLOW,
+            )?),
+            stage: PerLabel::new(made.histograms(
+                "stage_seconds",
+                "Parts of a request's life.",
+                &["stage"],
+                SLOW,
+            )?),
             token_write: made.histogram(
                 "token_write_seconds",
                 "Arrival of a decoder's token message to the write of its SSE bytes.",
@@ -270,13 +300,13 @@ impl Metrics {
         let reason = verdict.reason.as_deref().unwrap_or("");
         let reason = if is_known(reason) { reason } else { "other" };
         self.requests.with_label_values(&[verdict.verdict.as_str(), reason]).inc();
-        self.e2e.with_label_values(&[verdict.verdict.as_str()]).observe(elapsed.as_secs_f64());
+        self.e2e.of(verdict.verdict).observe(elapsed.as_secs_f64());
         self.vllm.e2e.observe(elapsed.as_secs_f64());
     }
 
     /// Counts what a started answer's verdict says.
     pub(crate) fn started(&self, verdict: &Verdict, ttft: Duration) {
-        self.ttft.with_label_values(&[verdict.verdict.as_str()]).observe(ttft.as_secs_f64());
+        self.ttft.of(verdict.verdict).observe(ttft.as_secs_f64());
         self.prompt_tokens.inc_by(u64::from(verdict.prompt_tokens));
         self.cached_tokens.inc_by(u64::from(verdict.cached_tokens));
         self.bridged_tokens.inc_by(u64::from(verdict.bridged_tokens));
@@ -298,7 +328,7 @@ impl Metrics {
 
     /// Records a stage's time in milliseconds.
     pub(crate) fn stage_ms(&self, stage: Stage, ms: f64) {
-        self.stage.with_label_values(&[stage.as_str()]).observe(ms / 1000.0);
+        self.stage.of(stage).observe(ms / 1000.0);
     }
 
     /// Sets the fleet's gauges.

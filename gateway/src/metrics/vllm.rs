@@ -1,7 +1,7 @@
 //! The metrics that dashboards made for vLLM read, with vLLM's names, labels and buckets.
 
 use super::made::Made;
-use prometheus::{Error, Gauge, Histogram, IntCounter, IntCounterVec, IntGauge, Registry};
+use prometheus::{Error, Gauge, Histogram, IntCounter, IntGauge, Registry};
 use shared::verdict::Verdict;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub(crate) struct Vllm {
     external_queries: IntCounter,
     external_hits: IntCounter,
     _preemptions: IntCounter,
-    success: IntCounterVec,
+    success: [IntCounter; 4],
     ttft: Histogram,
     inter_token: Histogram,
     inter_token_old: Histogram,
@@ -53,7 +53,8 @@ impl Vllm {
         let made = Made::new(registry, "vllm:").labelled(labels);
         let time = |name: &str, help: &str| made.histogram(name, help, REQUEST_TIMES_S);
         let count = |name: &str, help: &str| made.histogram(name, help, TOKEN_COUNTS);
-        let metrics = Self {
+        let success = made.counters("request_success_total", "Answers.", &["finished_reason"])?;
+        Ok(Self {
             running: made.gauge("num_requests_running", "Requests being answered.")?,
             waiting: made.gauge("num_requests_waiting", "Requests that wait to be let in.")?,
             cache_usage: made
@@ -72,7 +73,8 @@ impl Vllm {
             external_hits: made
                 .counter("external_prefix_cache_hits_total", "Prompt tokens that came through transfers.")?,
             _preemptions: made.counter("num_preemptions_total", "Preempted requests; there are none.")?,
-            success: made.counters("request_success_total", "Answers.", &["finished_reason"])?,
+            // A dashboard's rate of something that has not happened yet is 0, not nothing.
+            success: REASONS.map(|reason| success.with_label_values(&[reason])),
             ttft: made.histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)?,
             inter_token: made.histogram(
                 "inter_token_latency_seconds",
@@ -102,12 +104,7 @@ impl Vllm {
                 &[1.0, 2.0, 5.0, 10.0, 20.0],
             )?,
             params_max_tokens: count("request_params_max_tokens", "Tokens asked for at most.")?,
-        };
-        // A dashboard's rate of something that has not happened yet is 0, not nothing.
-        for reason in ["stop", "length", "abort", "error"] {
-            metrics.success.with_label_values(&[reason]);
-        }
-        Ok(metrics)
+        })
     }
 
     /// A request was let in.
@@ -136,19 +133,18 @@ impl Vllm {
 
     /// A choice is complete.
     pub(crate) fn finished(&self, cut_by_length: bool, completion_tokens: u32) {
-        let reason = if cut_by_length { "length" } else { "stop" };
-        self.success.with_label_values(&[reason]).inc();
+        self.success[usize::from(cut_by_length)].inc();
         self.request_generation_tokens.observe(f64::from(completion_tokens));
     }
 
     /// The client left before the end.
     pub(crate) fn aborted(&self) {
-        self.success.with_label_values(&["abort"]).inc();
+        self.success[2].inc();
     }
 
     /// There was no answer, or only a part of it.
     pub(crate) fn failed(&self) {
-        self.success.with_label_values(&["error"]).inc();
+        self.success[3].inc();
     }
 
     /// Where the time of an answered request went.
@@ -170,6 +166,8 @@ impl Vllm {
     }
 }
 
+/// How a choice ends: `stop`, `length`, `abort` and `error`, in the order of the counters.
+const REASONS: [&str; 4] = ["stop", "length", "abort", "error"];
 const TTFT_S: &[f64] = &[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0, 2560.0,

@@ -3,7 +3,8 @@
 use super::bridge::{Bridge, abort_transfer};
 use super::choose::{Chosen, Peer};
 use super::follow::Running;
-use super::{Context, Event, Failure, FailureKind, Job};
+use super::running::Said;
+use super::{Context, Failure, FailureKind, Job};
 use crate::deadlines;
 use crate::fleet::{DecodeLink, PrefillLink};
 use crate::live::{Stage, Watched};
@@ -19,13 +20,12 @@ use shared::verdict::{Parties, Planned, Verdict, VerdictKind};
 use shared::wire::AbortCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc;
 
 /// One try.
 pub(super) struct Attempt<'a> {
     pub(super) ctx: &'a Context,
     pub(super) job: &'a Job,
-    pub(super) out: &'a mpsc::Sender<Event>,
+    pub(super) out: &'a Said,
     pub(super) watched: &'a Watched,
     /// Name towards the workers: a second try must not meet the remains of the first.
     pub(super) worker_id: String,
@@ -39,7 +39,7 @@ pub(super) struct Attempt<'a> {
     /// Keys of the prompt's full blocks on this decoder.
     pub(super) keys: Arc<[BlockKey]>,
     /// Once the first token exists: what the client was told.
-    pub(super) told: Option<Verdict>,
+    pub(super) told: Option<Arc<Verdict>>,
     /// What is known of where the time goes; `decode` at the end only.
     pub(super) times: Times,
     /// When the first token came.
@@ -74,7 +74,7 @@ impl<'a> Attempt<'a> {
     pub(super) fn new(
         ctx: &'a Context,
         job: &'a Job,
-        out: &'a mpsc::Sender<Event>,
+        out: &'a Said,
         watched: &'a Watched,
         number: u32,
     ) -> Self {
@@ -101,7 +101,7 @@ impl<'a> Attempt<'a> {
     }
 
     /// Runs to the end. `last` is what the metrics count the request as.
-    pub(super) async fn run(mut self, last: &mut Verdict) -> Outcome {
+    pub(super) async fn run(mut self, last: &mut Arc<Verdict>) -> Outcome {
         match self.answer(last).await {
             Ok(()) => {
                 let decode = self.begun.map(|at| at.elapsed()).unwrap_or_default();
@@ -113,7 +113,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    async fn answer(&mut self, last: &mut Verdict) -> Result<(), Stop> {
+    async fn answer(&mut self, last: &mut Arc<Verdict>) -> Result<(), Stop> {
         let planning = Span::below("plan", trace::current().as_ref());
         let chosen = self.choose().await?;
         let Chosen { decoder, mut guard, max_new_tokens, queue, keys, peer, plan, events } = chosen;
@@ -290,7 +290,7 @@ impl<'a> Attempt<'a> {
 
     fn failure(&self, kind: FailureKind) -> Failure {
         if let Some(told) = &self.told {
-            return Failure { kind, verdict: Box::new(told.clone()) };
+            return Failure { kind, verdict: Box::new((**told).clone()) };
         }
         let (verdict, reason) = match (&kind, &self.planned) {
             (FailureKind::Refused(reason), _) => (VerdictKind::Refused, reason.clone()),

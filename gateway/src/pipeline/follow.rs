@@ -4,7 +4,7 @@ use super::attempt::{Attempt, Stop};
 use super::bridge::{Bridge, BridgeEvent, abort_transfer};
 use super::choices::{Choices, News};
 use super::guard::DecodeGuard;
-use super::{CLIENT_STALL, Event, FailureKind, Finish};
+use super::{Event, FailureKind, Finish};
 use crate::deadlines;
 use crate::fleet::DecodeLink;
 use crate::live;
@@ -16,8 +16,8 @@ use shared::control::{
 use shared::verdict::{Verdict, VerdictKind};
 use shared::wire::AbortCode;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, sleep_until, timeout};
 
 /// The report of a finished transfer normally arrives long before the first token; if not, it is worth
@@ -38,11 +38,11 @@ pub(super) struct Running<'a> {
 
 impl Attempt<'_> {
     /// Follows both workers until the answer is complete.
-    pub(super) async fn follow(&mut self, mut run: Running<'_>, last: &mut Verdict) -> Result<(), Stop> {
+    pub(super) async fn follow(&mut self, mut run: Running<'_>, last: &mut Arc<Verdict>) -> Result<(), Stop> {
         let mut choices = Choices::new(&self.ctx.model.tokenizer, &self.job.spec);
         let mut receipt: Option<Box<DecodeReceipt>> = None;
         let mut prompt_scores: Vec<TokenLogprobs> = Vec::new();
-        let mut previous: Option<Instant> = None;
+        let mut previous: Option<std::time::Instant> = None;
         let mut deadline = Instant::now() + self.prompt_wait(&run, self.prompt_tokens);
         // One timer for all waits. Deadlines move on with every token, so it is set anew only when it fires too early
         // or would fire too late.
@@ -81,7 +81,7 @@ impl Attempt<'_> {
                 DecodeEvent::Progress { done_tokens, total_tokens } => {
                     deadline = now + self.prompt_wait(&run, total_tokens.saturating_sub(done_tokens));
                     self.watched.progress(live::Stage::Native, done_tokens, total_tokens);
-                    self.send(Event::Progress { done_tokens, total_tokens }).await?;
+                    self.out.push(Event::Progress { done_tokens, total_tokens });
                 }
                 DecodeEvent::Started(r) => receipt = Some(r),
                 DecodeEvent::PromptLogprobs { logprobs } => {
@@ -89,17 +89,19 @@ impl Attempt<'_> {
                     prompt_scores.extend(logprobs);
                 }
                 DecodeEvent::Token { choice, ids, logprobs } => {
-                    match previous.replace(now) {
+                    let arrived = run.events.arrived();
+                    match previous.replace(arrived) {
                         None => {
                             *last = self.started(&mut run, receipt.as_deref(), &mut prompt_scores).await?
                         }
                         Some(earlier) => {
-                            self.ctx.metrics.between_tokens(now - earlier);
+                            self.ctx.metrics.between_tokens(arrived - earlier);
                         }
                     }
                     if self.job.spec.max_new_tokens == Some(0) {
                         // The guard is dropped unended, which cancels the rest.
-                        return self.end_empty(&mut choices).await;
+                        self.end_empty(&mut choices);
+                        return Ok(());
                     }
                     deadline = now + deadlines::next_token(run.decoder.rates().decode_tokens_per_s);
                     let Some(news) = choices.tokens(choice, &ids, logprobs)? else { continue };
@@ -108,7 +110,7 @@ impl Attempt<'_> {
                     self.watched.tokens(news.used);
                     self.times.completion_tokens += u64::from(news.used);
                     let ended = news.end.is_some();
-                    self.tell(choice, news, run.events.arrived()).await?;
+                    self.tell(choice, news, run.events.arrived());
                     if choices.all_ended() {
                         return Ok(());
                     }
@@ -119,11 +121,12 @@ impl Attempt<'_> {
                 }
                 DecodeEvent::Finished { choice, reason, completion_tokens, decode_ms } => {
                     if previous.is_none() {
-                        previous = Some(now);
+                        previous = Some(run.events.arrived());
                         *last = self.started(&mut run, receipt.as_deref(), &mut prompt_scores).await?;
                     }
                     if self.job.spec.max_new_tokens == Some(0) {
-                        return self.end_empty(&mut choices).await;
+                        self.end_empty(&mut choices);
+                        return Ok(());
                     }
                     let news = choices.finished(choice, reason, completion_tokens)?;
                     if choices.all_reported() {
@@ -131,7 +134,7 @@ impl Attempt<'_> {
                         self.ctx.metrics.stage_ms(Stage::Decode, decode_ms);
                     }
                     if let Some(news) = news {
-                        self.tell(choice, news, run.events.arrived()).await?;
+                        self.tell(choice, news, run.events.arrived());
                     }
                     if choices.all_ended() {
                         return Ok(());
@@ -165,7 +168,7 @@ impl Attempt<'_> {
         match news {
             BridgeEvent::Progress(done_tokens, total_tokens) => {
                 self.watched.progress(live::Stage::Prefill, done_tokens, total_tokens);
-                self.send(Event::Progress { done_tokens, total_tokens }).await?;
+                self.out.push(Event::Progress { done_tokens, total_tokens });
                 Ok(Some(total_tokens.saturating_sub(done_tokens)))
             }
             BridgeEvent::Done(report) => {
@@ -193,7 +196,7 @@ impl Attempt<'_> {
         run: &mut Running<'_>,
         receipt: Option<&DecodeReceipt>,
         prompt_scores: &mut Vec<TokenLogprobs>,
-    ) -> Result<Verdict, Stop> {
+    ) -> Result<Arc<Verdict>, Stop> {
         let ttft = self.job.arrived.elapsed();
         let receipt = receipt.ok_or_else(|| FailureKind::Protocol("tokens without a receipt".to_owned()))?;
         if receipt.bridged_tokens > 0 && self.report.is_none() {
@@ -237,38 +240,35 @@ impl Attempt<'_> {
             metrics.stage_ms(Stage::Transfer, report.transfer_ms);
         }
         run.decoder.seen.insert(&self.keys);
-        self.ctx.verdicts.put(&verdict);
+        let verdict = Arc::new(verdict);
+        self.ctx.verdicts.put(verdict.clone());
         self.watched.started(&verdict);
         self.told = Some(verdict.clone());
-        self.send(Event::Started(Box::new(verdict.clone()))).await?;
+        self.out.push(Event::Started(verdict.clone()));
         if self.job.spec.prompt_logprobs.is_some() {
             if prompt_scores.len() + 1 != self.job.tokens.len() {
                 let what = "log probabilities of another number of prompt tokens".to_owned();
                 return Err(FailureKind::Protocol(what).into());
             }
-            self.send(Event::Prompt(std::mem::take(prompt_scores))).await?;
+            self.out.push(Event::Prompt(std::mem::take(prompt_scores)));
         }
         Ok(verdict)
     }
 
     /// Only the prompt was of interest.
-    async fn end_empty(&self, choices: &mut Choices) -> Result<(), Stop> {
+    fn end_empty(&self, choices: &mut Choices) {
         for choice in choices.end_empty() {
-            self.send(Event::Finished { choice, finish: Finish::Length, completion_tokens: 0 }).await?;
+            self.out.push(Event::Finished { choice, finish: Finish::Length, completion_tokens: 0 });
         }
-        Ok(())
     }
 
-    async fn tell(&self, choice: u32, news: News, arrived: std::time::Instant) -> Result<(), Stop> {
+    fn tell(&self, choice: u32, news: News, arrived: std::time::Instant) {
         if !news.piece.is_empty() {
-            self.send(Event::Text { choice, piece: news.piece, arrived }).await?;
+            self.out.push(Event::Text { choice, piece: news.piece, arrived });
         }
-        match news.end {
-            Some((finish, completion_tokens)) => {
-                self.ctx.metrics.vllm.finished(finish == Finish::Length, completion_tokens);
-                self.send(Event::Finished { choice, finish, completion_tokens }).await
-            }
-            None => Ok(()),
+        if let Some((finish, completion_tokens)) = news.end {
+            self.ctx.metrics.vllm.finished(finish == Finish::Length, completion_tokens);
+            self.out.push(Event::Finished { choice, finish, completion_tokens });
         }
     }
 
@@ -284,19 +284,6 @@ impl Attempt<'_> {
             deadlines::prompt(left, queued, rate)
         });
         native + bridge
-    }
-
-    /// Hands an event to the client's side; a client that takes nothing for long must not hold both workers.
-    async fn send(&self, event: Event) -> Result<(), Stop> {
-        let event = match self.out.try_send(event) {
-            Ok(()) | Err(TrySendError::Closed(_)) => return Ok(()),
-            Err(TrySendError::Full(event)) => event,
-        };
-        match timeout(CLIENT_STALL, self.out.send(event)).await {
-            // A closed channel ends the whole task from outside, so that result does not matter here.
-            Ok(_) => Ok(()),
-            Err(_) => Err(FailureKind::Timeout("the client").into()),
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The life of one request: prepare, plan, bridge, decode; with cancel, deadlines and one retry.
 //!
-//! A request runs in a task of its own and reports [`Event`]s. When the receiver is dropped (the client
-//! has left) the task is over at the next await, and the guards it holds cancel on both workers.
+//! A request reports [`Event`]s and runs as its events are read. When its [`Running`] is dropped (the client has left) the
+//! guards it holds cancel on both workers.
 
 mod attempt;
 mod bridge;
@@ -10,11 +10,13 @@ mod choose;
 mod failure;
 mod follow;
 mod guard;
+mod running;
 mod spec;
 mod stop;
 mod text;
 
 pub(crate) use failure::{Failure, FailureKind};
+pub(crate) use running::Running;
 pub(crate) use spec::{AnswerSpec, Finish, Piece, ScoredToken, Shaped};
 pub(crate) use text::AnswerText;
 
@@ -23,20 +25,15 @@ use crate::live::{Live, Watched};
 use crate::metrics::Metrics;
 use crate::model::TextModel;
 use crate::planner::Route;
-use crate::record;
+use crate::record::{self, Record};
 use crate::verdicts::VerdictStore;
 use attempt::{Attempt, Outcome};
+use running::Said;
 use shared::control::{Require, TokenLogprobs};
 use shared::tokens::TokenIds;
 use shared::verdict::{Parties, Verdict, VerdictKind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc;
-
-/// Events that may wait for a slow client before the request waits too.
-const EVENT_BACKLOG: usize = 256;
-/// Longest time that a client may leave a full backlog unread before its request ends.
-const CLIENT_STALL: Duration = Duration::from_secs(60);
 
 /// What every request needs.
 pub(crate) struct Context {
@@ -78,7 +75,7 @@ pub(crate) enum Event {
         total_tokens: u32,
     },
     /// The first token exists; the verdict is final.
-    Started(Box<Verdict>),
+    Started(Arc<Verdict>),
     /// Log probabilities of the prompt's tokens from the second on, if asked for.
     Prompt(Vec<TokenLogprobs>),
     /// More of one choice; empty pieces are never sent.
@@ -104,37 +101,31 @@ pub(crate) enum Event {
 }
 
 /// Starts a request. `permit` is held until it ends.
-pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -> mpsc::Receiver<Event> {
-    let (out, events) = mpsc::channel(EVENT_BACKLOG);
+pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -> Running {
+    let said = Arc::new(Said::default());
+    let out = said.clone();
     let record = record::current();
-    tokio::spawn(record::scope(record.clone(), async move {
+    let work = record::scope(record.clone(), async move {
         let _permit = permit;
         let _in_flight = InFlight::new(&ctx.metrics);
         let prompt_tokens = u32::try_from(job.tokens.len()).unwrap_or(u32::MAX);
         let watched = ctx.live.begin(&job.request_id, prompt_tokens, job.arrived);
         ctx.metrics.vllm.asked(job.spec.choices, job.spec.max_new_tokens);
-        let mut last = Verdict::without_receipt(
+        let last = Verdict::without_receipt(
             VerdictKind::Native,
             Some("client_gone".to_owned()),
             Parties { request_id: job.request_id.clone(), ..Parties::default() },
             prompt_tokens,
         );
-        tokio::select! {
-            () = out.closed() => {
-                tracing::debug!(request_id = %job.request_id, "client left");
-                record.left();
-                ctx.metrics.vllm.aborted();
-            }
-            () = run(&ctx, &job, &out, &watched, &mut last) => {}
-        }
-        ctx.metrics.ended(&last, job.arrived.elapsed());
-        record.ended(&last);
-    }));
-    events
+        let mut end = End { ctx: &ctx, record, arrived: job.arrived, last: Arc::new(last), over: false };
+        run(&ctx, &job, &out, &watched, &mut end.last).await;
+        end.over = true;
+    });
+    Running::new(said, work)
 }
 
 /// Tries once, and once more if a worker was lost before any token went out.
-async fn run(ctx: &Context, job: &Job, out: &mpsc::Sender<Event>, watched: &Watched, last: &mut Verdict) {
+async fn run(ctx: &Context, job: &Job, out: &Said, watched: &Watched, last: &mut Arc<Verdict>) {
     let mut outcome = Attempt::new(ctx, job, out, watched, 0).run(last).await;
     if let Outcome::Lost(failure) = outcome {
         tracing::warn!(request_id = %job.request_id, reason = failure.kind.code(), "worker lost, trying again");
@@ -148,9 +139,32 @@ async fn run(ctx: &Context, job: &Job, out: &mpsc::Sender<Event>, watched: &Watc
         watched.failed(&failure.verdict);
         tracing::warn!(request_id = %job.request_id, code = failure.kind.code(), error = %failure.kind, "request failed");
         ctx.metrics.vllm.failed();
-        ctx.verdicts.put(&failure.verdict);
-        *last = (*failure.verdict).clone();
-        let _ = tokio::time::timeout(CLIENT_STALL, out.send(Event::Failed(failure))).await;
+        *last = Arc::new((*failure.verdict).clone());
+        ctx.verdicts.put(last.clone());
+        out.push(Event::Failed(failure));
+    }
+}
+
+/// Counts a request's end, however it comes.
+struct End<'a> {
+    ctx: &'a Context,
+    record: Arc<Record>,
+    arrived: Instant,
+    /// What the metrics count the request as.
+    last: Arc<Verdict>,
+    /// It came to its own end; otherwise the client left.
+    over: bool,
+}
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        if !self.over {
+            tracing::debug!(request_id = %self.last.request_id, "client left");
+            self.record.left();
+            self.ctx.metrics.vllm.aborted();
+        }
+        self.ctx.metrics.ended(&self.last, self.arrived.elapsed());
+        self.record.ended(&self.last);
     }
 }
 

@@ -1,6 +1,7 @@
 //! The requesting side of a control connection.
 
 use super::handshake::{ClientHandshake, ClusterKey, Handshake};
+use super::inbox::Inbox;
 use super::server::send_all;
 use super::{Envelope, Hello};
 use bytes::Bytes;
@@ -8,6 +9,7 @@ use futures_util::{SinkExt as _, StreamExt as _};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,8 +37,8 @@ pub struct ControlClient<Req, Ev> {
     _request: std::marker::PhantomData<fn(Req)>,
 }
 
-/// Where the messages of each request go, with the time they were read.
-type Waiting<Ev> = HashMap<u64, mpsc::Sender<(Instant, Incoming<Ev>)>>;
+/// Where the messages of each request go.
+type Waiting<Ev> = HashMap<u64, Arc<Inbox<Ev>>>;
 
 struct Shared<Ev> {
     waiting: Mutex<Waiting<Ev>>,
@@ -121,9 +123,9 @@ where
     /// [`ControlError::Closed`].
     pub async fn request(&self, body: &Req) -> Result<EventStream<Ev>, ControlError> {
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
-        let (tx, rx) = mpsc::channel(EVENT_BACKLOG);
-        self.shared.lock().insert(id, tx);
-        let stream = EventStream { id, rx, shared: self.shared.clone(), arrived: Instant::now() };
+        let inbox = Arc::new(Inbox::new());
+        self.shared.lock().insert(id, inbox.clone());
+        let stream = EventStream { id, inbox, shared: self.shared.clone(), arrived: Instant::now() };
         // Registering first and checking second closes the gap in which the driver ends unseen.
         if self.shared.closed.is_cancelled() {
             return Err(ControlError::Closed);
@@ -169,7 +171,7 @@ where
 /// Events of one request, in order. Dropping it stops listening; it does not cancel the request.
 pub struct EventStream<Ev> {
     id: u64,
-    rx: mpsc::Receiver<(Instant, Incoming<Ev>)>,
+    inbox: Arc<Inbox<Ev>>,
     shared: Arc<Shared<Ev>>,
     arrived: Instant,
 }
@@ -177,7 +179,7 @@ pub struct EventStream<Ev> {
 impl<Ev> EventStream<Ev> {
     /// The next message; `None` when the connection closed.
     pub async fn next(&mut self) -> Option<Incoming<Ev>> {
-        let (arrived, message) = self.rx.recv().await?;
+        let (arrived, message) = poll_fn(|cx| self.inbox.poll(cx)).await?;
         self.arrived = arrived;
         Some(message)
     }
@@ -212,12 +214,20 @@ impl<Ev> Shared<Ev> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn deliver(&self, id: u64, message: Incoming<Ev>) {
+    fn deliver(&self, id: u64, at: Instant, message: Incoming<Ev>) {
         let mut waiting = self.lock();
-        if let Some(tx) = waiting.get(&id)
-            && tx.try_send((Instant::now(), message)).is_err()
+        if let Some(inbox) = waiting.get(&id)
+            && !inbox.put(at, message, EVENT_BACKLOG)
         {
             waiting.remove(&id);
+        }
+    }
+
+    /// Ends every stream of events.
+    fn close(&self) {
+        self.closed.cancel();
+        for (_, inbox) in self.lock().drain() {
+            inbox.close();
         }
     }
 }
@@ -293,7 +303,9 @@ async fn drive<Ev: DeserializeOwned>(
         while let Ok(Some(Ok(message))) = tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
             match message {
                 Message::Text(text) => match serde_json::from_str::<Envelope<Ev>>(&text) {
-                    Ok(envelope) => shared.deliver(envelope.id, Incoming::Event(envelope.body)),
+                    Ok(envelope) => {
+                        shared.deliver(envelope.id, Instant::now(), Incoming::Event(envelope.body));
+                    }
                     Err(error) => {
                         tracing::error!(%error, "unreadable message from a worker");
                         return;
@@ -301,7 +313,8 @@ async fn drive<Ev: DeserializeOwned>(
                 },
                 Message::Binary(data) if data.len() >= 8 => {
                     let (id, _) = data.as_chunks::<8>();
-                    shared.deliver(u64::from_le_bytes(id[0]), Incoming::Binary(data.slice(8..)));
+                    let message = Incoming::Binary(data.slice(8..));
+                    shared.deliver(u64::from_le_bytes(id[0]), Instant::now(), message);
                 }
                 Message::Binary(_) | Message::Close(_) => return,
                 Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => {}
@@ -309,6 +322,5 @@ async fn drive<Ev: DeserializeOwned>(
         }
     };
     tokio::select! { () = writing => {}, () = reading => {} }
-    shared.closed.cancel();
-    shared.lock().clear();
+    shared.close();
 }

@@ -6,6 +6,7 @@
 mod client;
 mod handshake;
 mod hello;
+mod inbox;
 mod messages;
 mod server;
 

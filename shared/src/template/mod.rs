@@ -7,6 +7,7 @@ mod error;
 mod functions;
 mod json;
 mod source;
+mod variables;
 
 pub use error::TemplateError;
 
@@ -18,6 +19,7 @@ use serde_json::{Map, Value};
 use source::{DEFAULT, TOOL_USE, TemplateSource};
 use std::path::Path;
 use std::sync::Arc;
+use variables::Variables;
 
 /// A model's chat template, compiled. Clones share it.
 #[derive(Clone)]
@@ -70,17 +72,18 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         extra: &Map<String, Value>,
     ) -> Result<String, TemplateError> {
-        let mut context = self.inner.special_tokens.clone();
-        context.extend(extra.iter().map(|(k, v)| (k.clone(), v.clone())));
-        let documents = extra.get("documents").cloned().unwrap_or(Value::Null);
-        context.insert("documents".to_owned(), documents);
-        context.insert("messages".to_owned(), messages.clone());
-        context.insert("tools".to_owned(), tools.cloned().unwrap_or(Value::Null));
-        context.insert("add_generation_prompt".to_owned(), add_generation_prompt.into());
+        let variables = Variables {
+            template: self.clone(),
+            messages: minijinja::Value::from(Serde(messages)),
+            tools: tools.map_or_else(|| ().into(), |tools| minijinja::Value::from(Serde(tools))),
+            add_generation_prompt,
+            extra: extra.clone(),
+        };
         let name = if tools.is_some() && self.inner.has_tool_use { TOOL_USE } else { DEFAULT };
         let template =
             self.inner.environment.get_template(name).map_err(|e| TemplateError::from_render(&e))?;
-        template.render(Serde(&context)).map_err(|e| TemplateError::from_render(&e))
+        let variables = minijinja::Value::from_object(variables);
+        template.render(variables).map_err(|e| TemplateError::from_render(&e))
     }
 
     /// A special token by its name in the configuration, such as `bos_token`.
