@@ -103,6 +103,7 @@ async fn start(
         choices: 1,
         logprobs: None,
         prompt_logprobs: None,
+        window: 0,
     };
     Ok(client.request(&DecodeRequest::Generate(spec)).await?)
 }

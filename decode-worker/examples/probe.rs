@@ -115,6 +115,7 @@ async fn generate(
         choices: 1,
         logprobs: None,
         prompt_logprobs: None,
+        window: 0,
     };
     Ok(client.request(&DecodeRequest::Generate(spec)).await?)
 }

@@ -61,7 +61,7 @@ pub(crate) fn main() -> ExitCode {
             return code;
         }
     };
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+    let runtime = match runtime() {
         Ok(runtime) => runtime,
         Err(error) => return fail(&ServeError::Runtime(error)),
     };
@@ -82,6 +82,18 @@ pub(crate) fn main() -> ExitCode {
     // Blocking reads of stdin or a running tokenizer must not keep the process.
     runtime.shutdown_background();
     result.unwrap_or_else(|error| fail(&error))
+}
+
+/// Threads for half of the cores: what a request costs here is mostly waking up, and a wake-up on another core costs the
+/// most. Long prompts are tokenized on threads of their own, and the other half is for the system's network and whatever
+/// else runs on the machine. `TOKIO_WORKER_THREADS` says otherwise.
+fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if std::env::var_os("TOKIO_WORKER_THREADS").is_none() {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        builder.worker_threads((cores / 2).max(1));
+    }
+    builder.enable_all().build()
 }
 
 async fn gateway(command: GatewayCommand) -> Result<(), ServeError> {

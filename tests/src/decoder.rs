@@ -116,6 +116,7 @@ impl Decoder {
             choices: 1,
             logprobs: None,
             prompt_logprobs: None,
+            window: 0,
         };
         self.client.request(&DecodeRequest::Generate(spec)).await.unwrap()
     }

@@ -327,6 +327,7 @@ fn control_messages() {
         choices: 1,
         logprobs: None,
         prompt_logprobs: None,
+        window: 0,
     };
     let hello = decoder_hello();
     let pair = PairSpec {

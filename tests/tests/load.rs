@@ -18,10 +18,13 @@ use pd_tests::stack::Gateway;
 use pd_tests::{tiny, wait};
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
+use shared::control::Hello;
 use shared::model::Model;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 
 /// Ids of `!` to `~` in the tiny model: three specials, then printable bytes in byte order.
@@ -127,6 +130,79 @@ async fn a_silent_stream_costs_at_most_64_kib() {
     drop(open);
     wait::until("all requests end", Duration::from_secs(20), || is_idle(&gateway)).await;
     assert_eq!(decode.cancelled().len() as u64, streams);
+}
+
+/// A client that stops reading holds its own answer up, and nothing else: what waits for it is bounded, others go on at
+/// full speed, and it can go on where it stopped.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_stops_reading_stops_its_own_answer_only() {
+    let (slow, tokens) = (8, 100_000);
+    let hello = Hello { max_tokens: 1 << 20, ..hello(&Model::open(tiny::model()).unwrap()) };
+    let worker = Arc::new(Worker::new(hello, Voice::Series { ids: IDS, pace_us: 50 }));
+    let server = Server::start("127.0.0.1:0", worker.clone()).await;
+    let gateway = Gateway::start(tiny::model(), &server.addr, None, &[]).await;
+    let target = target(&gateway);
+    let before = gateway.process.memory_bytes("VmRSS").unwrap();
+    let mut stopped = vec![];
+    for seed in 1..=slow {
+        stopped.push(SlowStream::open(&gateway.addr, target.chat(seed, tokens, seed, true)).await);
+    }
+    // The sockets' buffers fill first; then nothing more is sent.
+    let limit = Duration::from_secs(30);
+    let sent = wait::until("the answers stand still", limit, || async {
+        let sent = worker.sent_tokens();
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        (sent > slow && worker.sent_tokens() == sent).then_some(sent)
+    })
+    .await;
+    assert!(sent < slow * u64::from(tokens) / 2, "{sent} tokens were sent to clients that read nothing");
+    let with = gateway.process.memory_bytes("VmRSS").unwrap();
+    let each = with.saturating_sub(before) / slow;
+    eprintln!("{} tokens sent to each stopped client, {each} bytes held for it", sent / slow);
+    assert!(each < 1 << 20, "{each} bytes for each stopped client");
+    // 400 tokens at 50 us take 20 ms, and a timer's grain of 1 ms on top of each of them at worst.
+    let since = Instant::now();
+    let mut connection = Connection::open(&target).await.unwrap();
+    for seed in 100..104 {
+        check_stream(&mut connection, &target, seed, 400).await;
+    }
+    let elapsed = since.elapsed();
+    assert!(elapsed < Duration::from_secs(4), "answers beside stopped ones took {elapsed:?}");
+    let last = stopped.pop().unwrap();
+    drop(stopped);
+    assert_eq!(last.rest().await, expected(slow, tokens));
+    settled(&gateway, &worker).await;
+}
+
+/// A client with small buffers that reads an answer only when told to.
+struct SlowStream(TcpStream);
+
+impl SlowStream {
+    async fn open(addr: &str, body: bytes::Bytes) -> Self {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(4096).unwrap();
+        let mut stream = socket.connect(addr.parse().unwrap()).await.unwrap();
+        let head = format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream.write_all(&body).await.unwrap();
+        Self(stream)
+    }
+
+    /// All text of the answer.
+    async fn rest(mut self) -> String {
+        let (mut bytes, mut text) = (vec![], String::new());
+        self.0.read_to_end(&mut bytes).await.unwrap();
+        // A chunk of the transfer encoding is a whole event.
+        SseParser::default().push(&bytes, |event| match event {
+            SseEvent::Content(piece) => text.push_str(&piece),
+            SseEvent::Error(error) => panic!("{error}"),
+            SseEvent::Other | SseEvent::Finish | SseEvent::Done => {}
+        });
+        text
+    }
 }
 
 /// `PD_TEST_SOAK_S` is the length; `make bench-soak` takes ten minutes.

@@ -58,6 +58,7 @@ async fn judge(decoder: &Decoder, model: &Model, seed: u64) -> (u64, Verdict, St
             choices: 1,
             logprobs: None,
             prompt_logprobs: None,
+            window: 0,
         })
         .await;
     assert!(answer.error.is_none(), "{seed}: {:?}", answer.error);

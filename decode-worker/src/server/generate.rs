@@ -123,6 +123,7 @@ async fn relay(
     running: Running,
     responder: &Responder<DecodeEvent>,
 ) -> Result<(), WorkerError> {
+    let window = running.window.clone();
     let (mut running, mut open) = (Some(running), choices);
     let mut next = queue.recv().await;
     while let Some(event) = next.take() {
@@ -140,8 +141,10 @@ async fn relay(
                 continue;
             }
             JobEvent::Token { choice, id, logprobs } => {
+                // While this waits the queue fills, and the engine leaves the answer as it is.
+                window.take().await;
                 let (mut ids, mut logprobs) = (vec![id], Vec::from_iter(logprobs));
-                // Tokens of an answer that piled up behind a slow connection go together.
+                // Tokens of an answer that piled up behind a slow connection or a slow reader go together.
                 next = loop {
                     match queue.try_recv() {
                         Ok(JobEvent::Token { choice: same, id, logprobs: more }) if same == choice => {

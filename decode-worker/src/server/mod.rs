@@ -147,10 +147,14 @@ impl Handler for Decoder {
                 core.requests.stop_choice(&(connection, request_id), choice);
                 return;
             }
+            DecodeRequest::Read { request_id, events } => {
+                core.requests.read(&(connection, request_id), events);
+                return;
+            }
             DecodeRequest::Generate(spec) => {
                 let key = (connection, spec.request_id.clone());
-                let started =
-                    generate::check(&spec).and_then(|()| core.requests.start(&key, spec.choices as usize));
+                let started = generate::check(&spec)
+                    .and_then(|()| core.requests.start(&key, spec.choices as usize, spec.window));
                 match started {
                     Ok((prepared, running)) => {
                         let responder = spans::traced(responder, spec.choices);
@@ -162,7 +166,7 @@ impl Handler for Decoder {
             }
             DecodeRequest::Inspect { request_id, file } => {
                 let started = inspect::target(core.parts.inspect_dir.as_deref(), &file)
-                    .and_then(|path| Ok((path, core.requests.start(&(connection, request_id), 0)?)));
+                    .and_then(|path| Ok((path, core.requests.start(&(connection, request_id), 0, 0)?)));
                 match started {
                     Ok((path, (prepared, running))) => {
                         tokio::spawn(inspect::run(core.clone(), prepared, running, path, responder));

@@ -6,7 +6,7 @@ use crate::engine::Stops;
 use crate::ingest::{Transfer, TransferControl};
 use crate::store::Lease;
 use parking_lot::Mutex;
-use shared::control::{ConnectionId, WorkerError, WorkerErrorCode};
+use shared::control::{ConnectionId, Window, WorkerError, WorkerErrorCode};
 use shared::keys::BlockKey;
 use shared::tokens::TokenIds;
 use shared::wire::Abort;
@@ -42,6 +42,8 @@ struct Entry {
     compiling: bool,
     /// Once it has started.
     stops: Option<Stops>,
+    /// Once it has started.
+    window: Option<Window>,
 }
 
 /// A request that was announced.
@@ -67,6 +69,8 @@ pub(crate) struct Running {
     pub(crate) cancel: CancellationToken,
     /// Ends single answers.
     pub(crate) stops: Stops,
+    /// How far it may run ahead of its reader.
+    pub(crate) window: Window,
 }
 
 impl Requests {
@@ -99,6 +103,7 @@ impl Requests {
                     prepared: Some((prepared, expires_at)),
                     compiling,
                     stops: None,
+                    window: None,
                 });
                 Ok(())
             }
@@ -119,6 +124,13 @@ impl Requests {
     pub(crate) fn stop_choice(&self, key: &RequestKey, choice: u32) {
         if let Some(stops) = self.table.lock().entries.get(key).and_then(|entry| entry.stops.as_ref()) {
             stops.stop(choice);
+        }
+    }
+
+    /// So many token events of a running request have been read.
+    pub(crate) fn read(&self, key: &RequestKey, events: u32) {
+        if let Some(window) = self.table.lock().entries.get(key).and_then(|entry| entry.window.as_ref()) {
+            window.give(events);
         }
     }
 
@@ -154,8 +166,14 @@ impl Requests {
         Ok(())
     }
 
-    /// Starts a request of so many answers: what was prepared, and its place in the table.
-    pub(crate) fn start(&self, key: &RequestKey, choices: usize) -> Result<(Prepared, Running), WorkerError> {
+    /// Starts a request of so many answers that may run ahead of their reader by so many events: what was prepared, and
+    /// its place in the table.
+    pub(crate) fn start(
+        &self,
+        key: &RequestKey,
+        choices: usize,
+        window_events: u32,
+    ) -> Result<(Prepared, Running), WorkerError> {
         let mut table = self.table.lock();
         let entry = table.entries.get_mut(key).ok_or_else(unknown)?;
         if entry.compiling {
@@ -165,12 +183,15 @@ impl Requests {
             entry.prepared.take().ok_or_else(|| invalid("this request has started already"))?;
         let stops = Stops::new(choices);
         entry.stops = Some(stops.clone());
+        let window = Window::new(window_events);
+        entry.window = Some(window.clone());
         let running = Running {
             table: self.table.clone(),
             key: key.clone(),
             number: entry.number,
             cancel: entry.cancel.clone(),
             stops,
+            window,
         };
         drop(table);
         // From here on the request's own end gives the resident blocks back, however long its transfer takes.
@@ -267,10 +288,10 @@ mod tests {
             key
         };
         let (started, waiting) = (prepare("started"), prepare("waiting"));
-        let (prepared, _running) = requests.start(&started, 1).unwrap();
+        let (prepared, _running) = requests.start(&started, 1, 0).unwrap();
         assert_eq!(store.expire(Instant::now() + Duration::from_secs(2)), 1);
         assert_eq!(prepared.lease.blocks().unwrap().len(), 1);
-        let (late, _running) = requests.start(&waiting, 1).unwrap();
+        let (late, _running) = requests.start(&waiting, 1, 0).unwrap();
         assert!(late.lease.blocks().is_none());
         drop((prepared, late));
         assert_eq!(store.stats().references, 0);

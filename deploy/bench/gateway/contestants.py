@@ -42,6 +42,11 @@ def python_peers():
     return venv / "bin"
 
 
+def python_program(name):
+    """A script of the environment, run by its interpreter: its first line names the place where it was installed."""
+    return [python_peers() / "python", python_peers() / name]
+
+
 def bifrost_program():
     """The npm package is a launcher that downloads the real program from its maker's server."""
     home = CACHE / "npm"
@@ -139,7 +144,7 @@ class Smg(Contestant):
     name, settings = "smg", "one worker, policy round_robin, log level warn, everything else as shipped"
 
     def command(self):
-        return [python_peers() / "smg", "launch", "--host", "127.0.0.1", "--port", self.port, "--policy", "round_robin",
+        return [*python_program("smg"), "launch", "--host", "127.0.0.1", "--port", self.port, "--policy", "round_robin",
                 "--worker-urls", f"http://{self.source['http']}", "--prometheus-port", free_port(), "--log-level", "warn",
                 "--max-concurrent-requests", 2048]
 
@@ -164,7 +169,7 @@ class Litellm(Contestant):
                 "model": f"openai/{self.model}", "api_base": f"http://{self.source['http']}/v1", "api_key": "none"}}],
             "litellm_settings": {"set_verbose": False, "request_timeout": 600},
             "general_settings": {"master_key": self.api_key}}))
-        return [python_peers() / "litellm", "--config", config, "--host", "127.0.0.1", "--port", self.port,
+        return [*python_program("litellm"), "--config", config, "--host", "127.0.0.1", "--port", self.port,
                 "--num_workers", CORES]
 
     def environment(self):

@@ -4,9 +4,8 @@ use super::usage::Usage;
 use super::voice::{Frames, Voice};
 use crate::pipeline::{Context, Event, Failure, FailureKind, Running};
 use futures_util::StreamExt as _;
-use futures_util::stream::{SelectAll, select_all};
+use futures_util::stream::{BoxStream, SelectAll, select_all};
 use shared::verdict::{Parties, Verdict, VerdictKind};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -15,8 +14,10 @@ enum Events {
     /// Of a single prompt.
     One(Running),
     /// With the prompt that each is of.
-    Several(SelectAll<Pin<Box<dyn futures_util::Stream<Item = (usize, Event)> + Send>>>),
+    Several(SelectAll<Numbered>),
 }
+
+type Numbered = BoxStream<'static, (usize, Event)>;
 
 impl Events {
     fn of(mut prompts: Vec<Running>) -> Self {

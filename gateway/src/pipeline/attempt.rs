@@ -21,6 +21,10 @@ use shared::wire::AbortCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Token messages of one answer that may wait here for a slow client. So many more round trips than tokens would it take
+/// before the wait for news of them slowed a decoder down.
+pub(super) const WINDOW_EVENTS: u32 = 64;
+
 /// One try.
 pub(super) struct Attempt<'a> {
     pub(super) ctx: &'a Context,
@@ -278,6 +282,7 @@ impl<'a> Attempt<'a> {
             choices: answer.choices,
             logprobs: answer.logprobs,
             prompt_logprobs: answer.prompt_logprobs,
+            window: WINDOW_EVENTS,
         };
         self.decode_span = Span::below("decode", trace::current().as_ref());
         let request = DecodeRequest::Generate(spec);

@@ -1,6 +1,6 @@
 //! Following both workers from `generate` to the end of the answer.
 
-use super::attempt::{Attempt, Stop};
+use super::attempt::{Attempt, Stop, WINDOW_EVENTS};
 use super::bridge::{Bridge, BridgeEvent, abort_transfer};
 use super::choices::{Choices, News};
 use super::guard::DecodeGuard;
@@ -42,6 +42,7 @@ impl Attempt<'_> {
         let mut choices = Choices::new(&self.ctx.model.tokenizer, &self.job.spec);
         let mut receipt: Option<Box<DecodeReceipt>> = None;
         let mut prompt_scores: Vec<TokenLogprobs> = Vec::new();
+        let mut unconfirmed = 0;
         let mut previous: Option<std::time::Instant> = None;
         let mut deadline = Instant::now() + self.prompt_wait(&run, self.prompt_tokens);
         // One timer for all waits. Deadlines move on with every token, so it is set anew only when it fires too early
@@ -89,6 +90,11 @@ impl Attempt<'_> {
                     prompt_scores.extend(logprobs);
                 }
                 DecodeEvent::Token { choice, ids, logprobs } => {
+                    unconfirmed += 1;
+                    if unconfirmed >= WINDOW_EVENTS / 2 {
+                        let (request_id, events) = (self.worker_id.clone(), std::mem::take(&mut unconfirmed));
+                        run.decoder.client.notify(&DecodeRequest::Read { request_id, events });
+                    }
                     let arrived = run.events.arrived();
                     match previous.replace(arrived) {
                         None => {

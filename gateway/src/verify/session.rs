@@ -145,6 +145,7 @@ impl Session {
             choices: 1,
             logprobs: None,
             prompt_logprobs: None,
+            window: 0,
         };
         let mut events = self.decode.1.request(&DecodeRequest::Generate(spec)).await?;
         let mut tokens = Vec::new();

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::future::poll_fn;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
@@ -20,9 +20,10 @@ use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
 use tokio_tungstenite::{WebSocketStream, client_async_with_config};
 use tokio_util::sync::CancellationToken;
 
-/// How often a ping goes out; a peer silent for three of them is gone.
+/// How often a ping goes out.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-const SILENCE_LIMIT: Duration = Duration::from_secs(15);
+/// A peer that says nothing at all, not even in answer to a ping, for so many intervals is gone.
+const SILENT_LOOKS: u32 = 3;
 /// Largest message taken from a worker that has proved the key: one layer's K and V projections in f32 must fit
 /// (200 MiB for 13B parameters without grouped heads).
 const MAX_ANSWER_BYTES: usize = 1 << 30;
@@ -281,12 +282,26 @@ async fn drive<Ev: DeserializeOwned>(
     shared: Arc<Shared<Ev>>,
 ) {
     let (mut sink, mut stream) = socket.split();
+    // Looked at now and then, which is cheaper than a timer for every message.
+    let heard = AtomicBool::new(true);
+    let listening = async {
+        let mut look = tokio::time::interval(PING_INTERVAL);
+        let mut silent = 0;
+        while silent < SILENT_LOOKS {
+            look.tick().await;
+            silent = if heard.swap(false, Ordering::Relaxed) { 0 } else { silent + 1 };
+        }
+    };
     let writing = async {
         let mut ping = tokio::time::interval(PING_INTERVAL);
         loop {
             let message = tokio::select! {
                 next = queue.recv() => match next {
-                    Some(message) => message,
+                    Some(message) => {
+                        // Whoever else is about to ask gets into the same write.
+                        tokio::task::yield_now().await;
+                        message
+                    }
                     None => {
                         let _ = sink.close().await;
                         return;
@@ -300,7 +315,8 @@ async fn drive<Ev: DeserializeOwned>(
         }
     };
     let reading = async {
-        while let Ok(Some(Ok(message))) = tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
+        while let Some(Ok(message)) = stream.next().await {
+            heard.store(true, Ordering::Relaxed);
             match message {
                 Message::Text(text) => match serde_json::from_str::<Envelope<Ev>>(&text) {
                     Ok(envelope) => {
@@ -321,6 +337,6 @@ async fn drive<Ev: DeserializeOwned>(
             }
         }
     };
-    tokio::select! { () = writing => {}, () = reading => {} }
+    tokio::select! { () = writing => {}, () = reading => {}, () = listening => {} }
     shared.close();
 }

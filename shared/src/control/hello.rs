@@ -6,7 +6,7 @@ use crate::layout::CacheLayout;
 use serde::{Deserialize, Serialize};
 
 /// Version of the control messages; a mismatch refuses the connection.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// The two kinds of worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

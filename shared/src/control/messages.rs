@@ -59,6 +59,14 @@ pub enum DecodeRequest {
         /// Which of its choices.
         choice: u32,
     },
+    /// So many more [`DecodeEvent::Token`] of a request with a window have been read. No answer; unknown requests are
+    /// ignored.
+    Read {
+        /// The request.
+        request_id: String,
+        /// Events since the last such message.
+        events: u32,
+    },
     /// Asks for the K/V projection weights of every layer, to make this decoder's cache with.
     /// Events: one binary message per layer (safetensors: `k_proj.weight`, `v_proj.weight`, optional
     /// biases), then [`DecodeEvent::ProjectionsEnd`].
@@ -309,6 +317,10 @@ pub struct GenerateSpec {
     /// The same for the prompt's tokens. The decoder then computes the whole prompt itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_logprobs: Option<u32>,
+    /// Most [`DecodeEvent::Token`] on their way that were not read ([`DecodeRequest::Read`]); beyond, the answer stands
+    /// still and nobody else's does. 0 for any number.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub window: u32,
 }
 
 /// What an answer must look like. The decoder masks every token that would break it.

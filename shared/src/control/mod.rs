@@ -9,6 +9,7 @@ mod hello;
 mod inbox;
 mod messages;
 mod server;
+mod window;
 
 pub use client::{ControlClient, ControlError, EventStream, Incoming};
 pub use handshake::{ClusterKey, ClusterKeyError};
@@ -19,6 +20,7 @@ pub use messages::{
     TransferOffer, WorkerError, WorkerErrorCode,
 };
 pub use server::{ConnectionId, Handler, Responder, serve};
+pub use window::Window;
 
 /// Largest message a worker accepts, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;

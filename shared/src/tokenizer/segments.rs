@@ -3,8 +3,8 @@
 //! Added tokens such as `<|im_start|>` cut a text into segments that are encoded independently of each other. A
 //! conversation repeats its earlier messages in every request, so most segments of a chat prompt have been seen.
 
+use ahash::AHashMap;
 use aho_corasick::{AhoCorasick, MatchKind};
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenizers::Tokenizer;
 
@@ -26,11 +26,11 @@ pub(super) struct Segments {
 /// Two generations: when the young one is full, it becomes the old one, whose entries are forgotten unless used.
 #[derive(Debug)]
 struct Memory {
-    young: HashMap<Box<str>, Arc<[u32]>>,
-    old: HashMap<Box<str>, Arc<[u32]>>,
+    young: AHashMap<Box<str>, Arc<[u32]>>,
+    old: AHashMap<Box<str>, Arc<[u32]>>,
     young_bytes: usize,
     marks: Box<[u64]>,
-    hasher: std::hash::RandomState,
+    hasher: ahash::RandomState,
 }
 
 impl Segments {
@@ -104,11 +104,11 @@ impl Segments {
 impl Memory {
     fn new() -> Self {
         Self {
-            young: HashMap::new(),
-            old: HashMap::new(),
+            young: AHashMap::new(),
+            old: AHashMap::new(),
             young_bytes: 0,
             marks: vec![0; MARKS].into(),
-            hasher: std::hash::RandomState::new(),
+            hasher: ahash::RandomState::new(),
         }
     }
 
@@ -122,7 +122,6 @@ impl Memory {
     }
 
     fn learn(&mut self, text: &str, ids: &[u32]) {
-        use std::hash::BuildHasher as _;
         let mark = self.hasher.hash_one(text);
         let slot = &mut self.marks[usize::try_from(mark % MARKS as u64).unwrap_or(0)];
         if std::mem::replace(slot, mark) == mark {

@@ -5,9 +5,9 @@
 //! library's way.
 
 use super::spelling::char_of;
+use ahash::AHashMap;
 use regex_automata::meta::Regex;
 use serde_json::Value;
-use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use tokenizers::{Model as _, ModelWrapper, Tokenizer};
 
@@ -33,8 +33,8 @@ pub(super) struct Words {
 
 #[derive(Debug, Default)]
 struct Known {
-    young: HashMap<Box<str>, Box<[u32]>>,
-    old: HashMap<Box<str>, Box<[u32]>>,
+    young: AHashMap<Box<str>, Box<[u32]>>,
+    old: AHashMap<Box<str>, Box<[u32]>>,
 }
 
 /// One pattern; what it matches and what lies between are pieces of their own.

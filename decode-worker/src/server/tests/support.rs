@@ -258,6 +258,7 @@ pub(super) fn spec(id: &str, max_new_tokens: u32) -> GenerateSpec {
         choices: 1,
         logprobs: None,
         prompt_logprobs: None,
+        window: 0,
     }
 }
 

@@ -5,12 +5,13 @@ use crate::timecode::{Words, Writer, now_us};
 use shared::angles::SinCos;
 use shared::control::{
     CacheIdentity, ConnectionId, DecodeEvent, DecodeReceipt, DecodeRequest, DecodeStats, FinishReason,
-    Handler, Hello, KvRecipe, PROTOCOL_VERSION, Rates, Responder, Role, RopeRecipe,
+    Handler, Hello, KvRecipe, PROTOCOL_VERSION, Rates, Responder, Role, RopeRecipe, Window,
 };
 use shared::hexbytes::Hex;
 use shared::layout::{CacheLayout, Dtype, LayerCache};
 use shared::model::Model;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio_util::sync::CancellationToken;
 
@@ -33,15 +34,35 @@ pub struct Worker {
     hello: Hello,
     voice: Voice,
     requests: Arc<Requests>,
+    sent_tokens: Arc<AtomicU64>,
 }
 
-/// Requests that are neither answered nor cancelled: prompt length, and the token that ends the answer.
+/// Requests that are neither answered nor cancelled.
 #[derive(Default)]
-struct Requests(Mutex<HashMap<String, (u32, CancellationToken)>>);
+struct Requests(Mutex<HashMap<String, Open>>);
+
+/// One of them.
+#[derive(Clone)]
+struct Open {
+    prompt_tokens: u32,
+    /// Ends the answer.
+    cancel: CancellationToken,
+    /// How far the answer may run ahead of its reader; set when it begins.
+    window: Option<Window>,
+}
 
 impl Requests {
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, (u32, CancellationToken)>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Open>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Requests {
+    fn begin(&self, request_id: &str, window: &Window) -> Option<Open> {
+        let mut all = self.lock();
+        let open = all.get_mut(request_id)?;
+        open.window = Some(window.clone());
+        Some(open.clone())
     }
 }
 
@@ -49,7 +70,13 @@ impl Worker {
     /// A worker that says so of itself, and answers so.
     #[must_use]
     pub fn new(hello: Hello, voice: Voice) -> Self {
-        Self { hello, voice, requests: Arc::default() }
+        Self { hello, voice, requests: Arc::default(), sent_tokens: Arc::default() }
+    }
+
+    /// Tokens handed to connections so far.
+    #[must_use]
+    pub fn sent_tokens(&self) -> u64 {
+        self.sent_tokens.load(Ordering::Relaxed)
     }
 
     /// Requests neither finished nor cancelled.
@@ -70,14 +97,17 @@ impl Handler for Worker {
     async fn handle(&self, _: ConnectionId, request: DecodeRequest, responder: Responder<DecodeEvent>) {
         match request {
             DecodeRequest::Prepare { request_id, tokens, .. } => {
-                let prompt = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-                self.requests.lock().insert(request_id, (prompt, CancellationToken::new()));
+                let prompt_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+                let open = Open { prompt_tokens, cancel: CancellationToken::new(), window: None };
+                self.requests.lock().insert(request_id, open);
                 let prepared =
                     DecodeEvent::Prepared { resident_tokens: 0, queue: 0, rates: self.hello.rates };
                 responder.send(&prepared).await;
             }
             DecodeRequest::Generate(spec) => {
-                let Some((prompt, cancel)) = self.requests.lock().get(&spec.request_id).cloned() else {
+                let window = Window::new(spec.window);
+                let Some(Open { prompt_tokens, cancel, .. }) = self.requests.begin(&spec.request_id, &window)
+                else {
                     return;
                 };
                 let pace_us = match self.voice {
@@ -85,20 +115,26 @@ impl Handler for Worker {
                     Voice::Series { pace_us, .. } => pace_us,
                 };
                 let script = Script::new(spec.max_new_tokens, pace_us);
-                let speaker =
-                    Speaker { voice: self.voice.clone(), seed: spec.sampling.seed, clock: Writer::default() };
+                let (voice, seed) = (self.voice.clone(), spec.sampling.seed);
+                let sent_tokens = self.sent_tokens.clone();
+                let speaker = Speaker { voice, seed, clock: Writer::default(), window, sent_tokens };
                 let requests = self.requests.clone();
                 tokio::spawn(async move {
                     tokio::select! {
                         () = cancel.cancelled() => return,
-                        () = answer(script, prompt, speaker, &responder) => {}
+                        () = answer(script, prompt_tokens, speaker, &responder) => {}
                     }
                     requests.lock().remove(&spec.request_id);
                 });
             }
             DecodeRequest::Cancel { request_id } => {
-                if let Some((_, cancel)) = self.requests.lock().remove(&request_id) {
-                    cancel.cancel();
+                if let Some(open) = self.requests.lock().remove(&request_id) {
+                    open.cancel.cancel();
+                }
+            }
+            DecodeRequest::Read { request_id, events } => {
+                if let Some(window) = self.requests.lock().get(&request_id).and_then(|o| o.window.as_ref()) {
+                    window.give(events);
                 }
             }
             DecodeRequest::GetStats => {
@@ -109,8 +145,8 @@ impl Handler for Worker {
     }
 
     async fn disconnected(&self, _: ConnectionId) {
-        for (_, (_, cancel)) in self.requests.lock().drain() {
-            cancel.cancel();
+        for (_, open) in self.requests.lock().drain() {
+            open.cancel.cancel();
         }
     }
 }
@@ -120,6 +156,8 @@ struct Speaker {
     voice: Voice,
     seed: u64,
     clock: Writer,
+    window: Window,
+    sent_tokens: Arc<AtomicU64>,
 }
 
 impl Speaker {
@@ -152,6 +190,7 @@ async fn answer(script: Script, prompt: u32, mut speaker: Speaker, responder: &R
         if position == 0 {
             responder.send(&DecodeEvent::Started(Box::new(receipt(prompt)))).await;
         }
+        speaker.window.take().await;
         let mut ids = vec![speaker.say(position)];
         position += 1;
         // Tokens that exist go together, as a decode worker's do.
@@ -159,6 +198,7 @@ async fn answer(script: Script, prompt: u32, mut speaker: Speaker, responder: &R
             ids.push(speaker.say(position));
             position += 1;
         }
+        speaker.sent_tokens.fetch_add(ids.len() as u64, Ordering::Relaxed);
         responder.send(&DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }).await;
     }
     let decode_ms = (now_us() - start) as f64 / 1000.0;
