@@ -95,7 +95,8 @@ pub fn answers(mut bytes: &[u8]) -> Vec<Answer> {
             }
         } else {
             let length = answer.header("content-length").and_then(|v| v.parse().ok()).unwrap_or(bytes.len());
-            let length = length.min(bytes.len());
+            // The answer to a HEAD request announces a body that does not come.
+            let length = if bytes.starts_with(b"HTTP/1.") { 0 } else { length.min(bytes.len()) };
             answer.body = bytes[..length].to_vec();
             bytes = &bytes[length..];
         }

@@ -40,6 +40,8 @@ pub(super) struct Attempt<'a> {
     /// What the gateway itself knows of a broken transfer.
     pub(super) broken: Option<AbortCode>,
     pub(super) report: Option<PrefillReport>,
+    /// A decoder has said that it holds the prompt.
+    taken_on: bool,
     /// Keys of the prompt's full blocks on this decoder.
     pub(super) keys: Arc<[BlockKey]>,
     /// Once the first token exists: what the client was told.
@@ -59,7 +61,11 @@ pub(super) enum Outcome {
     /// Failed for good.
     Failed(Failure),
     /// A worker was lost before anything was sent to the client.
-    Lost(Failure),
+    Lost {
+        failure: Failure,
+        /// After a decoder had said that it holds the prompt.
+        was_taken_on: bool,
+    },
 }
 
 /// Why a try ended early.
@@ -96,6 +102,7 @@ impl<'a> Attempt<'a> {
             planned: Planned::Native { reason: String::new() },
             broken: None,
             report: None,
+            taken_on: false,
             keys: Arc::default(),
             told: None,
             times: Times::default(),
@@ -113,7 +120,9 @@ impl<'a> Attempt<'a> {
                 Outcome::Answered
             }
             Err(Stop::Failed(kind)) => Outcome::Failed(self.failure(kind)),
-            Err(Stop::Lost(kind)) => Outcome::Lost(self.failure(kind)),
+            Err(Stop::Lost(kind)) => {
+                Outcome::Lost { failure: self.failure(kind), was_taken_on: self.taken_on }
+            }
         }
     }
 
@@ -122,6 +131,7 @@ impl<'a> Attempt<'a> {
         let chosen = self.choose().await?;
         let Chosen { decoder, mut guard, max_new_tokens, queue, keys, peer, plan, events } = chosen;
         self.keys = keys;
+        self.taken_on = true;
         drop(planning);
         let mut bridge = None;
         match plan {

@@ -124,18 +124,32 @@ pub(crate) fn start<P: Send + 'static>(ctx: Arc<Context>, job: Job, permit: P) -
     Running::new(said, work)
 }
 
-/// Tries once, and once more if a worker was lost before any token went out.
+/// Tries of a request that no decoder has taken on yet: a worker that ends may be found again, and lost again, before it
+/// stops listening.
+const MAX_TRIES: u32 = 5;
+/// Pause before a third try, and longer before each further one.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
+
+/// Tries once, and once more if a worker was lost before any token went out. What no decoder has taken on is tried more
+/// often: it can't be what the workers die of.
 async fn run(ctx: &Context, job: &Job, out: &Said, watched: &Watched, last: &mut Arc<Verdict>) {
-    let mut outcome = Attempt::new(ctx, job, out, watched, 0).run(last).await;
-    if let Outcome::Lost(failure) = outcome {
+    let (mut number, mut taken_on) = (0, 0);
+    let outcome = loop {
+        let outcome = Attempt::new(ctx, job, out, watched, number).run(last).await;
+        let Outcome::Lost { failure, was_taken_on } = &outcome else { break outcome };
+        number += 1;
+        taken_on += u32::from(*was_taken_on);
+        if taken_on > 1 || number == MAX_TRIES {
+            break outcome;
+        }
         tracing::warn!(request_id = %job.request_id, reason = failure.kind.code(), "worker lost, trying again");
         ctx.metrics.retries.inc();
-        outcome = Attempt::new(ctx, job, out, watched, 1).run(last).await;
-    }
+        tokio::time::sleep(RETRY_PAUSE * (number - 1)).await;
+    };
     if matches!(outcome, Outcome::Answered) {
         watched.answered();
     }
-    if let Outcome::Lost(failure) | Outcome::Failed(failure) = outcome {
+    if let Outcome::Lost { failure, .. } | Outcome::Failed(failure) = outcome {
         watched.failed(&failure.verdict);
         tracing::warn!(request_id = %job.request_id, code = failure.kind.code(), error = %failure.kind, "request failed");
         ctx.metrics.vllm.failed();

@@ -251,7 +251,20 @@ async fn a_lost_decoder_is_tried_again_once() {
     let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
     assert_eq!(r.status, 200, "{r:?}");
     assert_eq!(r.json()["choices"][0]["text"], "ok");
+    // Who needs a bridge waits for the prefill worker's introduction, and for the decoder's word that it holds the prompt.
     let s = Stack::plain(Script { lose_connection: 2, ..Script::saying(&["ok"]) }).await;
+    let required = [("X-PD-Bridge-Require", "any")];
+    let r = post(s.addr, "/v1/completions", &required, &completion(&json!({}))).await;
+    assert_eq!((r.status, r.json()["error"]["code"].as_str()), (503, Some("decode_worker_lost")), "{r:?}");
+}
+
+#[tokio::test]
+async fn what_no_decoder_has_taken_on_is_tried_more_often() {
+    let lost = |times| Script { lose_early: true, lose_connection: times, ..Script::saying(&["ok"]) };
+    let s = Stack::plain(lost(3)).await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
+    assert_eq!((r.status, r.json()["choices"][0]["text"].as_str()), (200, Some("ok")), "{r:?}");
+    let s = Stack::plain(lost(5)).await;
     let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
     assert_eq!((r.status, r.json()["error"]["code"].as_str()), (503, Some("decode_worker_lost")), "{r:?}");
 }

@@ -29,6 +29,8 @@ pub(super) struct Script {
     pub(super) token_delay: Duration,
     /// `None`: no prefill worker.
     pub(super) prefill: Option<PrefillScript>,
+    /// Lose connections at `prepare` already.
+    pub(super) lose_early: bool,
     /// How often `generate` ends with a lost connection.
     pub(super) lose_connection: u32,
 }
@@ -52,6 +54,7 @@ impl Script {
             endless: false,
             token_delay: Duration::from_millis(1),
             prefill: Some(PrefillScript::Works),
+            lose_early: false,
             lose_connection: 0,
         }
     }
@@ -233,6 +236,27 @@ impl Workers {
     }
 }
 
+impl Decode {
+    /// Ends the connection, if the script says so; the worker listens again a little later.
+    fn lose(&self) -> bool {
+        let lose = {
+            let mut lost = self.0.lost.lock();
+            *lost += 1;
+            *lost <= self.0.script.lose_connection
+        };
+        if lose {
+            let (addr, shutdown) = self.0.decode.lock().clone();
+            shutdown.cancel();
+            let workers = self.0.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                workers.listen_decode(&addr).await;
+            });
+        }
+        lose
+    }
+}
+
 impl Handler for Decode {
     type Request = DecodeRequest;
     type Event = DecodeEvent;
@@ -244,6 +268,9 @@ impl Handler for Decode {
     async fn handle(&self, _: ConnectionId, request: DecodeRequest, out: Responder<DecodeEvent>) {
         match request {
             DecodeRequest::Prepare { request_id, tokens, .. } => {
+                if self.0.script.lose_early && self.lose() {
+                    return;
+                }
                 let (transfer, _) = watch::channel(Transfer::None);
                 let tokens = u32::try_from(tokens.len()).unwrap();
                 let request = Request { tokens, transfer, cancel: CancellationToken::new() };
@@ -268,20 +295,7 @@ impl Handler for Decode {
                 }
             }
             DecodeRequest::Generate(spec) => {
-                let lose = {
-                    let mut lost = self.0.lost.lock();
-                    *lost += 1;
-                    *lost <= self.0.script.lose_connection
-                };
-                if lose {
-                    let (addr, shutdown) = self.0.decode.lock().clone();
-                    shutdown.cancel();
-                    let workers = self.0.clone();
-                    tokio::spawn(async move {
-                        tokio::time::sleep(Duration::from_millis(100)).await;
-                        workers.listen_decode(&addr).await;
-                    });
-                } else {
+                if self.0.script.lose_early || !self.lose() {
                     tokio::spawn(self.0.clone().generate(spec, out));
                 }
             }
