@@ -278,6 +278,18 @@ async fn odd_but_legal_http_is_answered() {
 }
 
 #[tokio::test]
+async fn a_refusal_before_the_body_says_that_the_connection_ends() {
+    let (_decode, gateway) = gateway(quick(), &[]).await;
+    // Clients that keep connections would send their next request into a closed one.
+    let head = "POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n";
+    let refused = ask_one(&gateway, head.as_bytes()).await;
+    assert_eq!((refused.status, refused.header("connection")), (404, Some("close")));
+    let answered = ask_one(&gateway, &post(PATH, "", &good())).await;
+    assert_eq!((answered.status, answered.header("connection")), (200, None));
+    is_well(&gateway).await;
+}
+
+#[tokio::test]
 async fn pipelined_requests_are_answered_in_order() {
     let (_decode, gateway) = gateway(quick(), &[]).await;
     let mut bytes = vec![];

@@ -35,6 +35,7 @@ mod telling;
 mod tls;
 mod tokens;
 mod tools;
+mod unread;
 mod usage;
 mod voice;
 mod write_clock;

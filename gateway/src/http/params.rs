@@ -85,6 +85,15 @@ fn object(bytes: &[u8]) -> Result<Map<String, Value>, ApiError> {
     }
 }
 
+/// A token id, or what JSON takes for the same number: `7.0`.
+pub(super) fn token_id(value: &Value) -> Option<u32> {
+    let whole = |f: f64| (f.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&f)).then_some(f as u32);
+    match value.as_u64() {
+        Some(id) => u32::try_from(id).ok(),
+        None => value.as_f64().and_then(whole),
+    }
+}
+
 /// 400 for a value of another type than wanted.
 pub(super) fn wrong_type(param: &str, wanted: &str, got: &Value) -> ApiError {
     let got = match got {
@@ -122,6 +131,8 @@ mod tests {
         assert_eq!(message(f.integer("n", 1, 9).unwrap_err()).as_deref(), Some("n"));
         assert!(f.boolean("stream").is_err() && f.string("model").is_err());
         assert_eq!(f.integer("seed", 0, 9).unwrap(), Some(2));
+        let ids = [json!(7), json!(7.0), json!(7.5), json!(-1), json!(4294967296u64), json!("7")];
+        assert_eq!(ids.each_ref().map(token_id), [Some(7), Some(7), None, None, None, None]);
         assert!(f.value("x").is_none() && f.string("absent").unwrap().is_none());
     }
 

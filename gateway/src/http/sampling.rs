@@ -1,7 +1,7 @@
 //! The parameters that all inference endpoints share.
 
 use super::error::ApiError;
-use super::params::{Fields, wrong_type};
+use super::params::{Fields, token_id, wrong_type};
 use super::{metadata, refused};
 use crate::pipeline::AnswerSpec;
 use serde_json::Value;
@@ -145,8 +145,8 @@ fn stop_token_ids(f: &Fields, vocab_size: usize) -> Result<Vec<u32>, ApiError> {
         Some(other) => return Err(wrong_type(param, "a list of token ids", other)),
     };
     let id = |v: &Value| {
-        let id = v.as_u64().filter(|id| usize::try_from(*id).is_ok_and(|id| id < vocab_size));
-        id.and_then(|id| u32::try_from(id).ok())
+        token_id(v)
+            .filter(|id| (*id as usize) < vocab_size)
             .ok_or_else(|| ApiError::invalid(param, format!("{v} is not the id of a token")))
     };
     list.iter().map(id).collect()

@@ -5,7 +5,7 @@ use super::front::Front;
 use super::held::Held;
 use super::tls::Acceptor;
 use super::write_clock::{ClockedStream, WriteClock};
-use super::{App, overload};
+use super::{App, overload, unread};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -120,8 +120,13 @@ impl Shared {
         let answer = service_fn(|request: hyper::Request<Incoming>| {
             let busy = seat.request();
             // An idle connection must not hold room for the largest answer.
+            let (request, unread) = unread::watch(request);
             let answer = Box::pin(self.front.answer(request, clock.clone()));
-            async move { Ok::<_, Infallible>(answer.await.map(|body| Held::new(body, busy))) }
+            async move {
+                let mut response = answer.await;
+                unread.tell(&mut response);
+                Ok::<_, Infallible>(response.map(|body| Held::new(body, busy)))
+            }
         });
         let mut connection = pin!(self.http.serve_connection(io, answer).with_upgrades());
         let ended = tokio::select! {

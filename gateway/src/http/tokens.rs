@@ -5,7 +5,7 @@ use super::answer::{Prompt, encode};
 use super::chat::{messages, prompt, template_arguments};
 use super::endpoint;
 use super::error::ApiError;
-use super::params::{Fields, wrong_type};
+use super::params::{Fields, token_id, wrong_type};
 use super::refused;
 use super::tools::Tools;
 use axum::Json;
@@ -82,9 +82,11 @@ pub(super) async fn detokenize(State(app): State<Arc<App>>, body: Body) -> Resul
     let model = &app.ctx.model;
     let id = |(i, v): (usize, &Value)| {
         let param = format!("tokens[{i}]");
-        let id = v.as_u64().ok_or_else(|| wrong_type(&param, "a token id", v))?;
-        let known = u32::try_from(id).ok().filter(|id| (*id as usize) < model.spec.vocab_size);
-        known.ok_or_else(|| ApiError::invalid(param, format!("{id} is outside the vocabulary")))
+        if !v.is_number() {
+            return Err(wrong_type(&param, "a token id", v));
+        }
+        let known = token_id(v).filter(|id| (*id as usize) < model.spec.vocab_size);
+        known.ok_or_else(|| ApiError::invalid(param, format!("{v} is outside the vocabulary")))
     };
     let ids = list.iter().enumerate().map(id).collect::<Result<Vec<_>, _>>()?;
     let prompt =

@@ -8,6 +8,8 @@ use std::time::Duration;
 /// Two calls at once, after a word of explanation.
 const CALLS: &str = "Let me see.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Köln\", \"days\": 2}}\n</tool_call>\n\
                      <tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Bonn\", \"days\": 1}}\n</tool_call>";
+/// A call of a tool that llm-comply offers.
+const FOREIGN_CALL: &str = "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"location\": \"San Francisco\"}}\n</tool_call>";
 /// A thought and an answer.
 const THOUGHT: &str = "<think>6 × 7, let me count\n</think>\n\n42";
 /// An object that the schema of the clients' scripts allows.
@@ -21,7 +23,10 @@ const LONG_PAUSE: Duration = Duration::from_millis(10);
 #[must_use]
 pub(super) fn script(prompt: &[u32]) -> Vec<Step> {
     let text = tiny::text(prompt);
-    let Some((_, asked)) = text.rsplit_once("play: ") else { return says("no play was named") };
+    let Some((_, asked)) = text.rsplit_once("play: ") else {
+        // Judges with prompts of their own ask for a greeting, or for the weather with a tool.
+        return says(if text.contains("get_weather") { FOREIGN_CALL } else { "Hello, dear friend." });
+    };
     let name: String = asked.chars().take_while(|c| c.is_ascii_lowercase()).collect();
     match name.as_str() {
         "weather" if asked.contains("<tool_response>") => says(&told(asked)),

@@ -76,6 +76,8 @@ pub(crate) struct ChatChunk<'a> {
     created: u64,
     model: String,
     choices: Vec<ChunkChoice<'a>>,
+    /// Only with `stream_options.include_usage`: null but in the last part.
+    #[schemars(skip_serializing_if = "Option::is_none")]
     usage: Option<Usage>,
 }
 

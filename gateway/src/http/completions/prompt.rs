@@ -2,7 +2,7 @@
 
 use crate::http::answer::Prompt;
 use crate::http::error::ApiError;
-use crate::http::params::{Fields, wrong_type};
+use crate::http::params::{Fields, token_id, wrong_type};
 use serde_json::Value;
 
 /// Most prompts of a request.
@@ -41,11 +41,7 @@ fn one(i: usize, value: &Value, special: bool) -> Result<Prompt, ApiError> {
 }
 
 fn token_ids(param: &str, ids: &[Value]) -> Result<Prompt, ApiError> {
-    let id = |v: &Value| {
-        v.as_u64()
-            .and_then(|id| u32::try_from(id).ok())
-            .ok_or_else(|| wrong_type(param, "a list of token ids", v))
-    };
+    let id = |v: &Value| token_id(v).ok_or_else(|| wrong_type(param, "a list of token ids", v));
     ids.iter().map(id).collect::<Result<_, _>>().map(Prompt::Ids)
 }
 

@@ -35,6 +35,8 @@ pub(crate) struct CompletionChunk {
     created: u64,
     model: String,
     choices: Vec<CompletionChoice>,
+    /// Only with `stream_options.include_usage`: null but in the last part.
+    #[schemars(skip_serializing_if = "Option::is_none")]
     usage: Option<Usage>,
 }
 

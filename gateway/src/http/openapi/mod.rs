@@ -14,10 +14,12 @@ use std::sync::Arc;
 
 /// The document.
 pub(super) async fn document(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(describe(&app.ctx.model.name))
+    let model = &app.ctx.model;
+    Json(describe(&model.name, model.spec.vocab_size))
 }
 
-fn describe(model: &str) -> Value {
+/// For a model of some name whose token ids are below `vocab_size`.
+fn describe(model: &str, vocab_size: usize) -> Value {
     let settings = SchemaSettings::draft2020_12().for_serialize();
     let settings = settings.with(|s| {
         s.definitions_path = "/components/schemas".into();
@@ -26,13 +28,17 @@ fn describe(model: &str) -> Value {
     let mut types = settings.into_generator();
     let chat = answered::<ChatCompletion, ChatChunk>(&mut types);
     let completion = answered::<Completion, CompletionChunk>(&mut types);
-    let response = streamed(&json!({"$ref": "#/components/schemas/Response"}), &json!({"type": "object"}));
+    let event = json!({"type": "object", "required": ["type", "sequence_number"],
+        "properties": {"type": {"type": "string"}, "sequence_number": {"type": "integer", "minimum": 0},
+            "response": {"$ref": "#/components/schemas/Response"}}});
+    let event = json!({"type": "string", "contentMediaType": "application/json", "contentSchema": event});
+    let response = streamed(&json!({"$ref": "#/components/schemas/Response"}), &event);
     let paths = json!({
         "/v1/chat/completions": {"post": inference("createChatCompletion", &requests::chat(model), &chat)},
-        "/v1/completions": {"post": inference("createCompletion", &requests::completion(model), &completion)},
+        "/v1/completions": {"post": inference("createCompletion", &requests::completion(model, vocab_size), &completion)},
         "/v1/responses": {"post": inference("createResponse", &requests::response(model), &response)},
         "/tokenize": {"post": posted("tokenize", &requests::tokenize(model), &one::<Tokenized>(&mut types))},
-        "/detokenize": {"post": posted("detokenize", &requests::detokenize(model), &one::<Detokenized>(&mut types))},
+        "/detokenize": {"post": posted("detokenize", &requests::detokenize(model, vocab_size), &one::<Detokenized>(&mut types))},
         "/v1/models": {"get": got("listModels", &[], "Models")},
         "/v1/models/{id}": {"get": got("retrieveModel", &["id"], "Model")},
         "/v1/bridge/verdicts/{id}": {"get": got("retrieveVerdict", &["id"], "Verdict")},
@@ -44,7 +50,7 @@ fn describe(model: &str) -> Value {
     let mut schemas = types.take_definitions(true);
     schemas.extend(by_hand());
     json!({
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "pd-bridge", "version": env!("CARGO_PKG_VERSION"),
             "description": "OpenAI's API, answered by a prefill worker and a decode worker together."},
         "paths": paths,
@@ -62,13 +68,17 @@ fn one<T: schemars::JsonSchema>(types: &mut SchemaGenerator) -> Value {
 
 fn answered<W: schemars::JsonSchema, C: schemars::JsonSchema>(types: &mut SchemaGenerator) -> Value {
     let whole = types.subschema_for::<W>().to_value();
-    streamed(&whole, &types.subschema_for::<C>().to_value())
+    // The last event's data is no JSON, so that no schema can be demanded of all.
+    let data = json!({"type": "string", "description": "JSON after `x-data-schema`, or `[DONE]` at the end.",
+        "x-data-schema": types.subschema_for::<C>()});
+    streamed(&whole, &data)
 }
 
-/// A whole object, or a stream whose events' data each have a schema.
-fn streamed(whole: &Value, event: &Value) -> Value {
-    json!({"application/json": {"schema": whole},
-        "text/event-stream": {"schema": {"type": "string"}, "x-event-schema": event}})
+/// A whole object, or a stream of events.
+fn streamed(whole: &Value, data: &Value) -> Value {
+    let item = json!({"type": "object", "required": ["data"],
+        "properties": {"data": data, "event": {"type": "string"}}});
+    json!({"application/json": {"schema": whole}, "text/event-stream": {"itemSchema": item}})
 }
 
 fn inference(name: &str, request: &Value, content: &Value) -> Value {
@@ -136,7 +146,7 @@ fn by_hand() -> Map<String, Value> {
             "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]}, "model": {"type": "string"},
             "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "status"],
                 "properties": {"type": {"enum": ["message", "reasoning", "function_call"]}}}},
-            "parallel_tool_calls": {"type": "boolean"}, "usage": usage}});
+            "parallel_tool_calls": {"type": "boolean"}, "usage": {"anyOf": [usage, {"type": "null"}]}}});
     let models = json!({"type": "object", "required": ["object", "data"], "properties": {"object": {"const": "list"},
         "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}}}});
     [
@@ -169,7 +179,7 @@ mod tests {
 
     #[test]
     fn every_reference_leads_somewhere() {
-        let document = describe("m");
+        let document = describe("m", 9);
         let mut found = Vec::new();
         references(&document, &mut found);
         assert!(found.len() > 20, "{found:?}");

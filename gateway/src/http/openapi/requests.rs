@@ -20,10 +20,10 @@ pub(super) fn chat(model: &str) -> Value {
 }
 
 /// `/v1/completions`
-pub(super) fn completion(model: &str) -> Value {
+pub(super) fn completion(model: &str, vocab_size: usize) -> Value {
     let mut fields = shared(model);
     let text = json!({"type": "string", "minLength": 1});
-    let ids = json!({"type": "array", "minItems": 1, "items": token_id()});
+    let ids = json!({"type": "array", "minItems": 1, "items": token_id(vocab_size)});
     extend(
         &mut fields,
         json!({"prompt": {"anyOf": [text, ids, {"type": "array", "minItems": 1, "maxItems": 8, "items": text},
@@ -37,7 +37,7 @@ pub(super) fn completion(model: &str) -> Value {
 /// `/v1/responses`
 pub(super) fn response(model: &str) -> Value {
     let mut fields = shared(model);
-    fields.remove("n");
+    fields.insert("n".to_owned(), json!({"enum": [1, null]}));
     let part = json!({"type": "object", "required": ["type", "text"],
         "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}}});
     let message = json!({"type": "object", "required": ["role", "content"],
@@ -79,9 +79,9 @@ pub(super) fn tokenize(model: &str) -> Value {
 }
 
 /// `/detokenize`
-pub(super) fn detokenize(model: &str) -> Value {
+pub(super) fn detokenize(model: &str, vocab_size: usize) -> Value {
     json!({"type": "object", "required": ["tokens"],
-        "properties": {"model": {"enum": [model, null]}, "tokens": {"type": "array", "items": token_id()}}})
+        "properties": {"model": {"enum": [model, null]}, "tokens": {"type": "array", "items": token_id(vocab_size)}}})
 }
 
 fn shared(model: &str) -> Map<String, Value> {
@@ -110,11 +110,11 @@ fn messages() -> Value {
     let content = json!({"anyOf": [{"type": "string"}, {"type": "array", "items": part}]});
     let plain = json!({"type": "object", "required": ["role", "content"],
         "properties": {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": content,
-            "name": {"type": "string"}, "tool_calls": {"type": "null"}, "tool_call_id": {"type": ["string", "null"]},
+            "name": {"type": ["string", "null"]}, "tool_calls": {"type": "null"}, "tool_call_id": {"type": ["string", "null"]},
             "reasoning": {"type": ["string", "null"]}, "reasoning_content": {"type": ["string", "null"]}}});
     let result = json!({"type": "object", "required": ["role", "content", "tool_call_id"],
         "properties": {"role": {"const": "tool"}, "content": content, "tool_call_id": {"type": "string"},
-            "name": {"type": "string"}, "tool_calls": {"type": "null"},
+            "name": {"type": ["string", "null"]}, "tool_calls": {"type": "null"},
             "reasoning": {"type": ["string", "null"]}, "reasoning_content": {"type": ["string", "null"]}}});
     json!({"type": "array", "minItems": 1, "items": {"anyOf": [plain, result]}})
 }
@@ -130,7 +130,7 @@ fn tool() -> Value {
 
 fn format() -> Value {
     json!({"anyOf": [{"type": "null"}, {"type": "object", "required": ["type"],
-        "properties": {"type": {"enum": ["text", "json_object"]}, "schema": {"type": "null"}}}]})
+        "properties": {"type": {"enum": ["text", "json_object"]}}}]})
 }
 
 fn name() -> Value {
@@ -141,12 +141,32 @@ fn tokens(least: u32) -> Value {
     json!({"type": ["integer", "null"], "minimum": least, "maximum": u32::MAX})
 }
 
-fn token_id() -> Value {
-    json!({"type": "integer", "minimum": 0, "maximum": u32::MAX})
+fn token_id(vocab_size: usize) -> Value {
+    json!({"type": "integer", "minimum": 0, "maximum": vocab_size.saturating_sub(1)})
 }
 
-fn object(required: &[&str], fields: Map<String, Value>) -> Value {
+/// A body. A null is as good as no field, unless the field is required.
+fn object(required: &[&str], mut fields: Map<String, Value>) -> Value {
+    for (name, schema) in &mut fields {
+        if !required.contains(&name.as_str()) {
+            *schema = nullable(schema.take());
+        }
+    }
     json!({"type": "object", "required": required, "properties": Value::Object(fields)})
+}
+
+fn nullable(schema: Value) -> Value {
+    match schema.get("type") {
+        Some(Value::String(kind)) if kind == "null" => schema,
+        Some(Value::String(kind)) if schema.get("enum").is_none() && schema.get("const").is_none() => {
+            let kinds = json!([kind, "null"]);
+            let mut schema = schema;
+            schema["type"] = kinds;
+            schema
+        }
+        Some(Value::Array(kinds)) if kinds.contains(&"null".into()) => schema,
+        _ => json!({"anyOf": [schema, {"type": "null"}]}),
+    }
 }
 
 fn extend(fields: &mut Map<String, Value>, more: Value) {

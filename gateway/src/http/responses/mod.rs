@@ -38,6 +38,9 @@ pub(super) async fn create(
 
 fn read(app: &App, f: &Fields) -> Result<Request, ApiError> {
     refused::check(f)?;
+    f.boolean("store")?;
+    f.string("safety_identifier")?;
+    f.string("prompt_cache_key")?;
     let model = app.ctx.model.clone();
     let Common { mut spec, stream, .. } = Common::read(f, model.spec.vocab_size)?;
     if spec.choices > 1 {

@@ -8,6 +8,7 @@ use crate::http::usage::Usage;
 use crate::http::voice::Head;
 use serde_json::{Map, Value, json};
 use shared::control::Sampling;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What a response repeats of its request.
 #[derive(Debug, Clone)]
@@ -24,6 +25,10 @@ pub(super) struct Template {
     top_p: f64,
     user: Value,
     metadata: Value,
+    presence_penalty: f64,
+    frequency_penalty: f64,
+    safety_identifier: Value,
+    prompt_cache_key: Value,
 }
 
 impl Template {
@@ -40,13 +45,27 @@ impl Template {
             temperature: f.number("temperature", 0.0, 2.0)?.unwrap_or_else(|| sampling.temperature.into()),
             text: json!({"format": format, "verbosity": "medium"}),
             tool_choice: copy("tool_choice").unwrap_or_else(|| "auto".into()),
-            tools: copy("tools").unwrap_or_else(|| json!([])),
+            tools: copy("tools").map_or_else(|| json!([]), whole_tools),
             top_logprobs: copy("top_logprobs").unwrap_or_else(|| 0.into()),
             top_p: f.number("top_p", 0.0, 1.0)?.unwrap_or(1.0),
             user: copy("user").unwrap_or_default(),
             metadata: repeated_metadata(f)?,
+            presence_penalty: f.number("presence_penalty", -2.0, 2.0)?.unwrap_or(0.0),
+            frequency_penalty: f.number("frequency_penalty", -2.0, 2.0)?.unwrap_or(0.0),
+            safety_identifier: copy("safety_identifier").unwrap_or_default(),
+            prompt_cache_key: copy("prompt_cache_key").unwrap_or_default(),
         })
     }
+}
+
+/// Tools with every field that a tool of an answer has.
+fn whole_tools(mut tools: Value) -> Value {
+    for tool in tools.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
+        for name in ["description", "parameters", "strict"] {
+            tool.entry(name).or_insert(Value::Null);
+        }
+    }
+    tools
 }
 
 /// How far a response is.
@@ -80,10 +99,13 @@ pub(super) fn response(
     error: Option<Value>,
 ) -> Value {
     let incomplete = (status == Status::Incomplete).then(|| json!({"reason": "max_output_tokens"}));
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let completed_at = (status == Status::Completed).then(now);
     let fields = [
         ("id", head.id.as_str().into()),
         ("object", "response".into()),
         ("created_at", head.created_unix_s.into()),
+        ("completed_at", completed_at.into()),
         ("status", status.as_str().into()),
         ("background", false.into()),
         ("error", error.into()),
@@ -94,6 +116,10 @@ pub(super) fn response(
         ("model", head.model.as_str().into()),
         ("output", output.into()),
         ("parallel_tool_calls", t.parallel_tool_calls.into()),
+        ("presence_penalty", t.presence_penalty.into()),
+        ("frequency_penalty", t.frequency_penalty.into()),
+        ("safety_identifier", t.safety_identifier.clone()),
+        ("prompt_cache_key", t.prompt_cache_key.clone()),
         ("previous_response_id", Value::Null),
         ("reasoning", t.reasoning.clone()),
         ("service_tier", "default".into()),
