@@ -181,7 +181,8 @@ async fn dashboards_made_for_vllm_find_their_metrics() {
     let text = wait::until("one running, one waiting", Duration::from_secs(10), || async {
         let text = gateway.metrics().await;
         let is = |name: &str| metric(&text, name, "engine=\"0\",model_name=\"tiny\"") == 1.0;
-        (is("vllm:num_requests_running") && is("vllm:num_requests_waiting")).then_some(text)
+        let has_begun = metric(&text, "vllm:generation_tokens_total", "") == 7.0;
+        (has_begun && is("vllm:num_requests_running") && is("vllm:num_requests_waiting")).then_some(text)
     })
     .await;
     both.0.abort();
