@@ -1,10 +1,11 @@
 //! `pd-bridge exec`.
 
+use super::following::Following;
 use super::nodes::{Heard, LISTEN};
 use super::output::Lines;
 use super::{BusCliError, OperatorArgs, Target};
 use clap::Args;
-use shared::bus::{Action, ExecSpec, Exit, Frame, NodeId, Operator, OperatorError, WINDOW_BYTES};
+use shared::bus::{Action, ExecSpec, Exit, Frame, NodeId, Operator, WINDOW_BYTES};
 use std::io::{stderr, stdout};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -103,23 +104,11 @@ pub(super) async fn show(
     named: bool,
     cancel: &CancellationToken,
 ) -> Result<Exit, BusCliError> {
-    let mut running = operator.start(node, action).await?;
+    let mut following = Following::start(operator, node, action, cancel).await?;
     let (mut out, mut err) = (Lines::new(node, named), Lines::new(node, named));
-    let mut cancelled = false;
     loop {
-        let frame = tokio::select! {
-            frame = running.next() => frame?,
-            () = cancel.cancelled(), if !cancelled => {
-                cancelled = true;
-                match running.cancel().await {
-                    // It ended by itself a moment ago: its end is on the way.
-                    Ok(()) | Err(OperatorError::Refused { .. }) => continue,
-                    Err(error) => return Err(error.into()),
-                }
-            }
-        };
         // A pipe that nobody reads blocks this thread and with it the credits: that is the point.
-        match frame {
+        match following.next().await? {
             Frame::Stdout(bytes) => tokio::task::block_in_place(|| out.write(&bytes, &mut stdout().lock()))?,
             Frame::Stderr(bytes) => tokio::task::block_in_place(|| err.write(&bytes, &mut stderr().lock()))?,
             Frame::End(end) => {

@@ -4,6 +4,7 @@ mod ask;
 mod drain;
 mod exec;
 mod field_test;
+mod following;
 mod logs;
 mod nodes;
 mod output;

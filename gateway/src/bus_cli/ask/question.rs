@@ -1,8 +1,9 @@
 //! A question on its way to a node's own model.
 
 use super::answer::{Answer, AnswerReader, AskError};
+use crate::bus_cli::following::Following;
 use serde_json::{Value, json};
-use shared::bus::{Action, AskSpec, Frame, NodeId, Operator, OperatorError, WINDOW_BYTES};
+use shared::bus::{Action, AskSpec, Frame, NodeId, Operator, WINDOW_BYTES};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
@@ -40,22 +41,10 @@ impl Question {
         cancel: &CancellationToken,
     ) -> Result<Answer, AskError> {
         let begun = Instant::now();
-        let mut running = operator.start(node, Action::Ask(self.spec())).await?;
+        let mut following = Following::start(operator, node, Action::Ask(self.spec()), cancel).await?;
         let mut reader = AnswerReader::default();
-        let mut cancelled = false;
         loop {
-            let frame = tokio::select! {
-                frame = running.next() => frame?,
-                () = cancel.cancelled(), if !cancelled => {
-                    cancelled = true;
-                    match running.cancel().await {
-                        // It ended by itself a moment ago: its end is on the way.
-                        Ok(()) | Err(OperatorError::Refused { .. }) => continue,
-                        Err(error) => return Err(error.into()),
-                    }
-                }
-            };
-            match frame {
+            match following.next().await? {
                 Frame::Stderr(bytes) => reader.head(&bytes)?,
                 Frame::Stdout(bytes) => reader.body(&bytes, begun.elapsed())?,
                 Frame::End(end) => return reader.finish(end.exit, begun.elapsed()),
