@@ -1,4 +1,5 @@
 //! The bus itself: connections to a real nats-server.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use async_nats::Subscriber;
 use futures_util::StreamExt as _;
