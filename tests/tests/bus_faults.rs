@@ -229,11 +229,6 @@ impl Traffic {
     }
 }
 
-/// A request that was being answered by a worker that died can't be served by anyone: some of it was told already.
-fn could_be_served(line: &str) -> bool {
-    !(line.starts_with("decode worker killed") && line.contains("decode_worker_lost"))
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_lost_when_the_bus_agents_or_workers_fail() {
     let rounds = setting("PD_TEST_BUS_FAULT_ROUNDS", 1);
@@ -299,9 +294,7 @@ async fn nothing_is_lost_when_the_bus_agents_or_workers_fail() {
         eprintln!("round {round} done");
     }
     let lost = traffic.end().await;
-    let unserved: Vec<_> = lost.iter().filter(|l| could_be_served(l)).collect();
-    assert!(unserved.is_empty(), "{unserved:#?}");
-    assert!(lost.len() as u64 <= 4 * rounds, "more than were running: {lost:#?}");
+    assert!(lost.is_empty(), "{lost:#?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

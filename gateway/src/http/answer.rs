@@ -114,6 +114,7 @@ pub(super) async fn answer(
             spec: request.spec.clone(),
             require: asked.require,
             route: asked.route,
+            whole: !request.stream,
             arrived: exchange.arrived,
         };
         pipeline::start(app.ctx.clone(), job, permit.clone())

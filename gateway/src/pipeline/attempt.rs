@@ -60,7 +60,7 @@ pub(super) enum Outcome {
     Answered,
     /// Failed for good.
     Failed(Failure),
-    /// A worker was lost before anything was sent to the client.
+    /// A worker was lost before the client was told anything.
     Lost {
         failure: Failure,
         /// After a decoder had said that it holds the prompt.

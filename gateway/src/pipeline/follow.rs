@@ -75,7 +75,9 @@ impl Attempt<'_> {
                 Some(Incoming::Binary(_)) => {
                     return Err(FailureKind::Protocol("a binary message".to_owned()).into());
                 }
-                None if previous.is_none() => return Err(Stop::Lost(FailureKind::DecodeWorkerLost)),
+                None if previous.is_none() || self.job.whole => {
+                    return Err(Stop::Lost(FailureKind::DecodeWorkerLost));
+                }
                 None => return Err(FailureKind::DecodeWorkerLost.into()),
             };
             match event {

@@ -59,6 +59,8 @@ pub(crate) struct Job {
     pub(crate) spec: AnswerSpec,
     pub(crate) require: Require,
     pub(crate) route: Route,
+    /// The client gets the answer as a whole: until it is complete, nothing of it is told and it can be had anew.
+    pub(crate) whole: bool,
     /// When the request came in.
     pub(crate) arrived: Instant,
 }
@@ -130,12 +132,17 @@ const MAX_TRIES: u32 = 5;
 /// Pause before a third try, and longer before each further one.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// Tries once, and once more if a worker was lost before any token went out. What no decoder has taken on is tried more
-/// often: it can't be what the workers die of.
+/// Tries once, and once more if a worker was lost before the client was told of any token. What no decoder has taken on is
+/// tried more often: it can't be what the workers die of.
 async fn run(ctx: &Context, job: &Job, out: &Said, watched: &Watched, last: &mut Arc<Verdict>) {
     let (mut number, mut taken_on) = (0, 0);
     let outcome = loop {
-        let outcome = Attempt::new(ctx, job, out, watched, number).run(last).await;
+        let held = Said::default();
+        let say_to = if job.whole { &held } else { out };
+        let outcome = Attempt::new(ctx, job, say_to, watched, number).run(last).await;
+        if matches!(outcome, Outcome::Answered) {
+            out.take_over(&held);
+        }
         let Outcome::Lost { failure, was_taken_on } = &outcome else { break outcome };
         number += 1;
         taken_on += u32::from(*was_taken_on);

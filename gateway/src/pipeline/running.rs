@@ -20,6 +20,11 @@ impl Said {
         self.0.lock().push_back(event);
     }
 
+    /// Says all that was said to `other`.
+    pub(super) fn take_over(&self, other: &Self) {
+        self.0.lock().append(&mut other.0.lock());
+    }
+
     fn pop(&self) -> Option<Event> {
         self.0.lock().pop_front()
     }

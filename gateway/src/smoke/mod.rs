@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use workers::{PrefillScript, Script, Workers};
+use workers::{LoseAt, PrefillScript, Script, Workers};
 
 struct Stack {
     addr: SocketAddr,
@@ -260,13 +260,47 @@ async fn a_lost_decoder_is_tried_again_once() {
 
 #[tokio::test]
 async fn what_no_decoder_has_taken_on_is_tried_more_often() {
-    let lost = |times| Script { lose_early: true, lose_connection: times, ..Script::saying(&["ok"]) };
+    let lost = |times| Script { lose_at: LoseAt::Prepare, lose_connection: times, ..Script::saying(&["ok"]) };
     let s = Stack::plain(lost(3)).await;
     let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
     assert_eq!((r.status, r.json()["choices"][0]["text"].as_str()), (200, Some("ok")), "{r:?}");
     let s = Stack::plain(lost(5)).await;
     let r = post(s.addr, "/v1/completions", &[], &completion(&json!({}))).await;
     assert_eq!((r.status, r.json()["error"]["code"].as_str()), (503, Some("decode_worker_lost")), "{r:?}");
+}
+
+#[tokio::test]
+async fn an_answer_that_was_not_told_yet_is_had_anew() {
+    let lost = |times| Script {
+        lose_at: LoseAt::Answer,
+        lose_connection: times,
+        ..Script::saying(&["xy", "zu", "vw"])
+    };
+    for (path, body) in [
+        ("/v1/completions", completion(&json!({}))),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "hi"}]})),
+        ("/v1/responses", json!({"input": "hi"})),
+    ] {
+        let s = Stack::plain(lost(1)).await;
+        let r = post(s.addr, path, &[], &body).await;
+        assert_eq!(r.status, 200, "{path}: {r:?}");
+        let said = |what| r.body.matches(what).count();
+        assert_eq!((said("\"xyzuvw\""), said("xy")), (1, 1), "{path}: {r:?}");
+        assert!(get(s.addr, "/metrics").await.body.contains("pd_bridge_retries_total 1"));
+        // What kills two workers is not given to a third.
+        let s = Stack::plain(lost(2)).await;
+        let r = post(s.addr, path, &[], &body).await;
+        assert_eq!(
+            (r.status, r.json()["error"]["code"].as_str()),
+            (503, Some("decode_worker_lost")),
+            "{r:?}"
+        );
+    }
+    // What the client has read already can't be taken back.
+    let s = Stack::plain(lost(1)).await;
+    let r = post(s.addr, "/v1/completions", &[], &completion(&json!({"stream": true}))).await;
+    assert!(r.body.contains("\"xy\"") && r.body.contains("decode_worker_lost"), "{r:?}");
+    assert!(!r.body.contains("zu") && !r.body.contains("[DONE]"), "{r:?}");
 }
 
 #[tokio::test]

@@ -29,10 +29,18 @@ pub(super) struct Script {
     pub(super) token_delay: Duration,
     /// `None`: no prefill worker.
     pub(super) prefill: Option<PrefillScript>,
-    /// Lose connections at `prepare` already.
-    pub(super) lose_early: bool,
-    /// How often `generate` ends with a lost connection.
+    /// When connections are lost.
+    pub(super) lose_at: LoseAt,
+    /// How often the connection is lost.
     pub(super) lose_connection: u32,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum LoseAt {
+    Prepare,
+    Generate,
+    /// After the first piece of the answer.
+    Answer,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -54,7 +62,7 @@ impl Script {
             endless: false,
             token_delay: Duration::from_millis(1),
             prefill: Some(PrefillScript::Works),
-            lose_early: false,
+            lose_at: LoseAt::Generate,
             lose_connection: 0,
         }
     }
@@ -186,6 +194,25 @@ impl Workers {
         }
     }
 
+    /// Ends the connection, if the script says so; the worker listens again a little later.
+    fn lose(self: &Arc<Self>, at: LoseAt) -> bool {
+        let lose = at == self.script.lose_at && {
+            let mut lost = self.lost.lock();
+            *lost += 1;
+            *lost <= self.script.lose_connection
+        };
+        if lose {
+            let (addr, shutdown) = self.decode.lock().clone();
+            shutdown.cancel();
+            let workers = self.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                workers.listen_decode(&addr).await;
+            });
+        }
+        lose
+    }
+
     async fn generate(self: Arc<Self>, spec: GenerateSpec, out: Responder<DecodeEvent>) {
         let Some((tokens, mut transfer, cancel)) = self
             .requests
@@ -213,6 +240,9 @@ impl Workers {
                     sent += u32::try_from(ids.len()).unwrap();
                     out.send(&DecodeEvent::Token { choice: 0, ids, logprobs: Vec::new() }).await;
                     messages += 1;
+                    if messages == 1 && self.lose(LoseAt::Answer) {
+                        return;
+                    }
                     if messages == 2 && self.script.prefill == Some(PrefillScript::LostLate) {
                         self.prefill_shutdown.cancel();
                     }
@@ -236,27 +266,6 @@ impl Workers {
     }
 }
 
-impl Decode {
-    /// Ends the connection, if the script says so; the worker listens again a little later.
-    fn lose(&self) -> bool {
-        let lose = {
-            let mut lost = self.0.lost.lock();
-            *lost += 1;
-            *lost <= self.0.script.lose_connection
-        };
-        if lose {
-            let (addr, shutdown) = self.0.decode.lock().clone();
-            shutdown.cancel();
-            let workers = self.0.clone();
-            tokio::spawn(async move {
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                workers.listen_decode(&addr).await;
-            });
-        }
-        lose
-    }
-}
-
 impl Handler for Decode {
     type Request = DecodeRequest;
     type Event = DecodeEvent;
@@ -268,7 +277,7 @@ impl Handler for Decode {
     async fn handle(&self, _: ConnectionId, request: DecodeRequest, out: Responder<DecodeEvent>) {
         match request {
             DecodeRequest::Prepare { request_id, tokens, .. } => {
-                if self.0.script.lose_early && self.lose() {
+                if self.0.lose(LoseAt::Prepare) {
                     return;
                 }
                 let (transfer, _) = watch::channel(Transfer::None);
@@ -295,7 +304,7 @@ impl Handler for Decode {
                 }
             }
             DecodeRequest::Generate(spec) => {
-                if self.0.script.lose_early || !self.lose() {
+                if !self.0.lose(LoseAt::Generate) {
                     tokio::spawn(self.0.clone().generate(spec, out));
                 }
             }
