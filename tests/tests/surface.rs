@@ -104,7 +104,7 @@ data: {"id":"chatcmpl-R","object":"chat.completion.chunk","created":T,"model":M,
 
 data: {"id":"chatcmpl-R","object":"chat.completion.chunk","created":T,"model":M,"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],"usage":null}
 
-data: {"id":"chatcmpl-R","object":"chat.completion.chunk","created":T,"model":M,"choices":[],"usage":{"prompt_tokens":P,"completion_tokens":5,"total_tokens":Q,"prompt_tokens_details":{"cached_tokens":0}}}
+data: {"id":"chatcmpl-R","object":"chat.completion.chunk","created":T,"model":M,"choices":[],"usage":{"prompt_tokens":P,"completion_tokens":5,"total_tokens":Q,"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":{"reasoning_tokens":0}}}
 
 data: [DONE]
 

@@ -225,6 +225,9 @@ async fn thoughts_have_both_names() {
     let message = &reply["choices"][0]["message"];
     assert_eq!((&message["reasoning_content"], &message["reasoning"]), (&json!("hmm\n"), &json!("hmm\n")));
     assert_eq!(message["content"], "yes");
+    let usage = &reply["usage"];
+    let thought = usage["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
+    assert!(0 < thought && thought < usage["completion_tokens"].as_u64().unwrap(), "{usage}");
     let chunks = deltas(&gateway, &chat(&json!({"stream": true}))).await;
     let joined = |name: &str| chunks.iter().filter_map(|(d, _)| d[name].as_str()).collect::<String>();
     assert_eq!(

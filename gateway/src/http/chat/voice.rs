@@ -21,6 +21,7 @@ pub(super) struct ChatVoice {
     frame: Option<ChunkFrame>,
     include_usage: bool,
     scored: bool,
+    thought_tokens: u64,
     choices: Vec<Choice>,
 }
 
@@ -56,6 +57,7 @@ impl ChatVoice {
             head,
             include_usage,
             scored,
+            thought_tokens: 0,
             choices: std::iter::repeat_with(choice).take(choices).collect(),
         }
     }
@@ -113,6 +115,9 @@ impl Voice for ChatVoice {
             choice.logprobs.extend(&self.model.tokenizer, &piece.tokens);
         }
         let parts = choice.reader.push(&piece.text);
+        if choice.reader.is_thinking() {
+            self.thought_tokens += u64::from(piece.used);
+        }
         self.say(index, parts, out);
     }
 
@@ -133,6 +138,7 @@ impl Voice for ChatVoice {
     }
 
     fn ended(&mut self, usage: &Usage, out: &mut Frames) {
+        let usage = &usage.with_reasoning(self.thought_tokens);
         match &self.frame {
             Some(frame) => {
                 if self.include_usage {
