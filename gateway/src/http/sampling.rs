@@ -16,7 +16,7 @@ const MAX_STOP_TOKENS: usize = 64;
 /// Most answers to one prompt.
 const MAX_CHOICES: i64 = 16;
 /// Most biased tokens of a request.
-const MAX_BIASES: usize = 1024;
+pub(super) const MAX_BIASES: usize = 1024;
 /// Most alternatives of a token whose log probabilities are told.
 pub(super) const MAX_TOP_LOGPROBS: i64 = 20;
 

@@ -34,7 +34,7 @@ fn describe(model: &str, vocab_size: usize) -> Value {
     let event = json!({"type": "string", "contentMediaType": "application/json", "contentSchema": event});
     let response = streamed(&json!({"$ref": "#/components/schemas/Response"}), &event);
     let paths = json!({
-        "/v1/chat/completions": {"post": inference("createChatCompletion", &requests::chat(model), &chat)},
+        "/v1/chat/completions": {"post": inference("createChatCompletion", &requests::chat(model, vocab_size), &chat)},
         "/v1/completions": {"post": inference("createCompletion", &requests::completion(model, vocab_size), &completion)},
         "/v1/responses": {"post": inference("createResponse", &requests::response(model), &response)},
         "/tokenize": {"post": posted("tokenize", &requests::tokenize(model), &one::<Tokenized>(&mut types))},

@@ -1,10 +1,12 @@
 //! Schemas of request bodies: what passes them is not refused for its shape.
 
+use crate::http::sampling::MAX_BIASES;
 use serde_json::{Map, Value, json};
 
 /// `/v1/chat/completions`
-pub(super) fn chat(model: &str) -> Value {
+pub(super) fn chat(model: &str, vocab_size: usize) -> Value {
     let mut fields = shared(model);
+    extend(&mut fields, classic(vocab_size));
     extend(
         &mut fields,
         json!({"messages": messages(), "max_tokens": tokens(1), "max_completion_tokens": tokens(1),
@@ -16,12 +18,13 @@ pub(super) fn chat(model: &str) -> Value {
             "parallel_tool_calls": {"type": "boolean"},
             "reasoning_effort": {"type": ["string", "null"]}, "response_format": format()}),
     );
-    object(&["messages"], fields)
+    options_need_a_stream(object(&["messages"], fields))
 }
 
 /// `/v1/completions`
 pub(super) fn completion(model: &str, vocab_size: usize) -> Value {
     let mut fields = shared(model);
+    extend(&mut fields, classic(vocab_size));
     let text = json!({"type": "string", "minLength": 1});
     let ids = json!({"type": "array", "minItems": 1, "items": token_id(vocab_size)});
     extend(
@@ -31,7 +34,7 @@ pub(super) fn completion(model: &str, vocab_size: usize) -> Value {
             "max_tokens": tokens(1), "echo": {"type": ["boolean", "null"]},
             "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20}, "response_format": format()}),
     );
-    object(&["prompt"], fields)
+    options_need_a_stream(object(&["prompt"], fields))
 }
 
 /// `/v1/responses`
@@ -104,6 +107,41 @@ fn shared(model: &str) -> Map<String, Value> {
     fields.as_object().cloned().unwrap_or_default()
 }
 
+/// What chat and text completions have and responses have not.
+fn classic(vocab_size: usize) -> Value {
+    json!({"logit_bias": {"type": "object", "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": format!("^({})$", below(vocab_size))},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+        "stream_options": {"type": "object", "properties": {"include_usage": {"type": ["boolean", "null"]}}}})
+}
+
+fn options_need_a_stream(mut body: Value) -> Value {
+    body["if"] =
+        json!({"required": ["stream_options"], "properties": {"stream_options": {"type": "object"}}});
+    body["then"] = json!({"required": ["stream"], "properties": {"stream": {"const": true}}});
+    body
+}
+
+/// A pattern of the decimal numbers below `limit`, which is at least 1, without leading zeros.
+fn below(limit: usize) -> String {
+    let last = limit.saturating_sub(1).to_string();
+    let mut patterns = vec![last.clone()];
+    for (i, digit) in last.bytes().enumerate() {
+        let least = if i == 0 && last.len() > 1 { b'1' } else { b'0' };
+        if digit > least {
+            let (head, rest) = (&last[..i], last.len() - 1 - i);
+            patterns.push(format!("{head}[{}-{}][0-9]{{{rest}}}", char::from(least), char::from(digit - 1)));
+        }
+    }
+    if last.len() > 1 {
+        patterns.push("[0-9]".to_owned());
+    }
+    if last.len() > 2 {
+        patterns.push(format!("[1-9][0-9]{{1,{}}}", last.len() - 2));
+    }
+    patterns.join("|")
+}
+
 fn messages() -> Value {
     let part = json!({"type": "object", "required": ["type", "text"],
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}}});
@@ -172,5 +210,21 @@ fn nullable(schema: Value) -> Value {
 fn extend(fields: &mut Map<String, Value>, more: Value) {
     if let Value::Object(more) = more {
         fields.extend(more);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_has_the_numbers_below_a_limit_and_no_others() {
+        for limit in [1, 9, 10, 11, 90, 100, 101, 110, 999, 1000, 1234, 2048] {
+            let pattern = regex::Regex::new(&format!("^({})$", below(limit))).unwrap();
+            for n in 0..3000 {
+                assert_eq!(pattern.is_match(&n.to_string()), n < limit, "{n} below {limit}: {pattern}");
+            }
+            assert!(!pattern.is_match("") && !pattern.is_match("01") && !pattern.is_match("-1"));
+        }
     }
 }
