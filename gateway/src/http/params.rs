@@ -3,11 +3,12 @@
 
 use super::bodies::{Held, Share};
 use super::error::ApiError;
-use serde_json::{Map, Value};
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde_json::Value;
 
 /// The fields of a request body.
 pub(super) struct Fields {
-    map: Map<String, Value>,
+    object: Object,
     /// They are about as large as the body they come from.
     _share: Option<Share>,
 }
@@ -18,12 +19,12 @@ impl Fields {
     /// # Errors
     /// 400 when it is no JSON object.
     pub(super) fn parse(body: Held) -> Result<Self, ApiError> {
-        Ok(Self { map: object(&body)?, _share: Some(body.into_share()) })
+        Ok(Self { object: object(&body)?, _share: Some(body.into_share()) })
     }
 
     /// A field that is there and not null.
     pub(super) fn value(&self, name: &str) -> Option<&Value> {
-        self.map.get(name).filter(|v| !v.is_null())
+        self.object.get(name).filter(|v| !v.is_null())
     }
 
     /// A string.
@@ -77,11 +78,54 @@ impl Fields {
     }
 }
 
-fn object(bytes: &[u8]) -> Result<Map<String, Value>, ApiError> {
-    match serde_json::from_slice(bytes) {
-        Ok(Value::Object(fields)) => Ok(fields),
-        Ok(_) => Err(ApiError::bad_body("the body must be a JSON object")),
-        Err(error) => Err(ApiError::bad_body(format!("the body is not valid JSON: {error}"))),
+fn object(bytes: &[u8]) -> Result<Object, ApiError> {
+    serde_json::from_slice(bytes).map_err(|error| {
+        ApiError::bad_body(match error.classify() {
+            serde_json::error::Category::Data => {
+                format!("the body must be a JSON object of at most {MAX_MEMBERS} members")
+            }
+            _ => format!("the body is not valid JSON: {error}"),
+        })
+    })
+}
+
+/// More than any client has a use for.
+const MAX_MEMBERS: usize = 4096;
+
+/// Members in their order. A request has few, and is asked for many that it has not: looking through them takes less time
+/// than hashing every name.
+#[derive(Default)]
+struct Object(Vec<(String, Value)>);
+
+impl Object {
+    /// The last member of that name, as everywhere else.
+    fn get(&self, name: &str) -> Option<&Value> {
+        self.0.iter().rev().find(|(n, _)| n == name).map(|(_, value)| value)
+    }
+}
+
+impl<'de> Deserialize<'de> for Object {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Members;
+        impl<'de> Visitor<'de> for Members {
+            type Value = Object;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Object, A::Error> {
+                let mut object = Object::default();
+                while let Some(member) = map.next_entry()? {
+                    if object.0.len() == MAX_MEMBERS {
+                        return Err(A::Error::custom("too many members"));
+                    }
+                    object.0.push(member);
+                }
+                Ok(object)
+            }
+        }
+        deserializer.deserialize_map(Members)
     }
 }
 
@@ -110,7 +154,7 @@ pub(super) fn wrong_type(param: &str, wanted: &str, got: &Value) -> ApiError {
 #[cfg(test)]
 pub(super) fn fields(value: Value) -> Fields {
     match value {
-        Value::Object(map) => Fields { map, _share: None },
+        Value::Object(map) => Fields { object: Object(map.into_iter().collect()), _share: None },
         other => panic!("{other} is not an object"),
     }
 }
@@ -142,5 +186,18 @@ mod tests {
         for body in ["", "[]", "{", "\u{0}", "{\"a\": \"\\ud800\"}", &deep] {
             assert!(object(body.as_bytes()).is_err(), "{:.20}", body);
         }
+        let many = |n: usize| format!("{{{}}}", vec!["\"a\": 1"; n].join(","));
+        assert!(
+            object(many(MAX_MEMBERS).as_bytes()).is_ok() && object(many(MAX_MEMBERS + 1).as_bytes()).is_err()
+        );
+    }
+
+    #[test]
+    fn the_last_of_equal_names_counts() {
+        let object = object(br#"{"n": 1, "m": null, "n": 2}"#).unwrap();
+        assert_eq!(
+            (object.get("n"), object.get("m"), object.get("x")),
+            (Some(&json!(2)), Some(&Value::Null), None)
+        );
     }
 }
