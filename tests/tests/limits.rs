@@ -78,6 +78,8 @@ async fn one_runs_one_waits_the_rest_are_told_to_come_back() {
     );
     assert!(retry_after(&third.headers) >= 1);
     assert_eq!(third.verdict().reason.as_deref(), Some("too_many_requests"));
+    // Longer than the first bucket of the wait's histogram.
+    tokio::time::sleep(Duration::from_millis(20)).await;
     assert!(!waiting.is_finished());
     drop(running);
     assert_eq!(waiting.await.unwrap().status, 200);
