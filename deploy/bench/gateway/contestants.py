@@ -136,7 +136,7 @@ class Ours(Contestant):
     name, settings = "pd-bridge", "defaults; --max-in-flight 2048"
 
     def command(self):
-        return [self.source["bin"] / "pd-bridge", "gateway", "--listen", self.addr, "--decode", self.source["control"],
+        return [self.source["pd_bridge"], "gateway", "--listen", self.addr, "--decode", self.source["control"],
                 "--model", self.source["model_file"], "--max-in-flight", 2048]
 
 

@@ -62,7 +62,8 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", help="gateways to run, besides direct, separated by commas")
-    parser.add_argument("--bin", default=str(ROOT / "target/release"), help="folder of pd-bridge, pd-source and pd-load")
+    parser.add_argument("--bin", default=str(ROOT / "target/release"), help="folder of pd-source and pd-load")
+    parser.add_argument("--pd-bridge", default=str(ROOT / "target/dist/pd-bridge"), help="this gateway's program")
     parser.add_argument("--cores", help="cores for everything, as taskset takes them (default: all)")
     parser.add_argument("--nice", type=int, default=0, help="priority of everything that is measured, on a shared machine")
     parser.add_argument("--quick", action="store_true", help="shorter scenarios")
@@ -86,7 +87,7 @@ def start_source(args, prefix):
     command = [*prefix, str(Path(args.bin) / "pd-source"), "--model", str(MODEL)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     source = json.loads(process.stdout.readline())
-    return process, source | {"pid": process.pid, "bin": Path(args.bin), "model_file": MODEL}
+    return process, source | {"pid": process.pid, "pd_bridge": args.pd_bridge, "model_file": MODEL}
 
 
 def compare(args, prefix, source, scratch):
