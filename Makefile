@@ -34,24 +34,24 @@ bench-gateway: build dist ## this gateway beside its peers, same source, client 
 	@deploy/bench/gateway/run.py $(BENCH_ARGS)
 
 bench-soak: build ## ten minutes of clients that leave at random; memory must come back
-	PD_TEST_SOAK_S=$(or $(SOAK_S),600) cargo test --release -p pd-tests --test load soak -- --nocapture
+	PD_TEST_SOAK_S=$(or $(SOAK_S),600) cargo test --release --workspace --test load soak -- --nocapture
 
 bench-batch: build ## tokens per second at 1 to 16 requests at once: make bench-batch BENCH_ARGS=ROUNDS
-	cargo run --quiet --release -p decode-worker --example batch -- target/release/pd-decode "$(MODEL)" $(BENCH_ARGS)
+	cargo run --quiet --release --example batch -- target/release/pd-decode "$(MODEL)" $(BENCH_ARGS)
 
 bench-sampling: setup ## microseconds per token of the sampler and of constraint masks
-	cargo run --release -p decode-worker --example sampling -- "$(MODEL)"
+	cargo run --release --example sampling -- "$(MODEL)"
 
 bench-structured: build ## answers of the model to random JSON schemas: all must be valid
-	PD_TEST_SCHEMAS=$(or $(SCHEMAS),200) cargo test --release -p pd-tests --test structured -- --nocapture
+	PD_TEST_SCHEMAS=$(or $(SCHEMAS),200) cargo test --release --workspace --test structured -- --nocapture
 
 bench-bus: build ## a command's round trip over NATS, and 100 MB of its output
-	cargo run --release -p pd-tests --example bench_bus
+	cargo run --release --example bench_bus
 bench-fleet: build ## 1,000 simulated agents on one NATS server and one gateway
-	PD_TEST_AGENTS=1000 PD_TEST_AGENTS_MEASURE_S=60 cargo test --release -p pd-tests --test discovery -- --nocapture many_agents
+	PD_TEST_AGENTS=1000 PD_TEST_AGENTS_MEASURE_S=60 cargo test --release --workspace --test discovery -- --nocapture many_agents
 
 bench-bus-faults: build ## bus, agents, workers and cables fail, 20 times each: make bench-bus-faults ROUNDS=…
-	PD_TEST_BUS_FAULT_ROUNDS=$(or $(ROUNDS),20) PD_TEST_NATS_DOWN_S=30 cargo test --release -p pd-tests --test bus_faults -- --nocapture --test-threads 1
+	PD_TEST_BUS_FAULT_ROUNDS=$(or $(ROUNDS),20) PD_TEST_NATS_DOWN_S=30 cargo test --release --workspace --test bus_faults -- --nocapture --test-threads 1
 
 verify: build ## is the bridged cache the decoder's own? make verify PROMPT=FILE
 	target/release/pd-bridge verify --model "$(MODEL)" --prompt-file "$(PROMPT)" --cache-dtype f16
@@ -61,7 +61,7 @@ FUZZ_SEED    ?= 1
 
 fuzz-http: build ## mutated requests against the front door: make fuzz-http FUZZ_SECONDS=600 FUZZ_SEED=1
 	PD_TEST_HTTP_FUZZ_MS=$$(($(FUZZ_SECONDS) * 1000)) PD_TEST_FUZZ_SEED=$(FUZZ_SEED) \
-		cargo test --release -p pd-tests --test http_fuzz -- --nocapture
+		cargo test --release --workspace --test http_fuzz -- --nocapture
 
 clean: ## build products (keeps what setup fetched; remove .cache for that)
 	cargo clean
