@@ -88,6 +88,7 @@ async fn every_answer_is_valid() {
     let verdicts: Vec<_> = stream::iter(0..n)
         .map(|seed| judge(&decoder, &model, seed))
         .buffer_unordered(CONCURRENT)
+        .inspect(|(seed, verdict, _)| eprintln!("schema {seed}: {verdict:?} ({:.0?})", start.elapsed()))
         .collect()
         .await;
     let took = start.elapsed();

@@ -18,8 +18,9 @@ const MAX_DEPTH: usize = 100;
 /// Largest number of repetitions in an expression: more cannot be followed in the time between two tokens.
 const MAX_REPETITIONS: u64 = 20_000;
 
-/// White space of a JSON answer: any, but not for ever. Small models otherwise fill their budget with line breaks.
-const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+/// White space of a JSON answer: what layouts need, one line break with its indentation or a gap within a line. Small
+/// models otherwise fill their budget with empty lines.
+const WHITE_SPACE: &str = r"(\r?\n(\x20{0,32}|\t{0,8})|\x20{1,8}|\t{1,2})";
 
 /// What errors call a constraint.
 pub(super) fn kind(constraint: &Constraint) -> &'static str {

@@ -178,14 +178,29 @@ fn bad_constraints_say_why() {
 }
 
 #[test]
-fn white_space_ends() {
-    let mut matcher = compiler().compile(&Constraint::JsonObject).unwrap();
-    matcher.accept(u32::from(b'{')).unwrap();
-    let mut n = 0;
-    while matcher.mask().unwrap().allows(u32::from(b'\n')) {
-        matcher.accept(u32::from(b'\n')).unwrap();
-        n += 1;
-        assert!(n <= 40);
+fn white_space_is_that_of_a_layout() {
+    let matcher = compiler().compile(&Constraint::JsonObject).unwrap();
+    let deep = "[\n".to_owned() + &" ".repeat(32);
+    for text in [
+        r#"{"a":1}"#,
+        r#"{ "a" : 1 , "b":  2 }"#,
+        "{\n  \"a\": [\n    1,\n    2\n  ]\n}",
+        "{\r\n\t\"a\": 1\r\n}",
+        "{\n\t\t\"a\":\t1}",
+        &format!("{{\"a\": {deep}1]}}"),
+    ] {
+        assert!(accepts(&matcher, text), "{text:?}");
     }
-    assert!(n >= 32, "deep indentation is fine: {n}");
+    // Not for ever: a model that likes empty lines would spend its whole budget on them.
+    for text in
+        ["{\n\n", "{\n \n", "{ \n", "{\"a\":\r\r", &format!("{{\"a\": {deep} "), "{         ", "{\t\t\t"]
+    {
+        assert!(!accepts_beginning(&matcher, text), "{text:?}");
+    }
+}
+
+/// Whether the text may come first.
+fn accepts_beginning(matcher: &Matcher, text: &str) -> bool {
+    let mut matcher = matcher.clone();
+    text.bytes().all(|byte| matcher.accept(u32::from(byte)).is_ok())
 }
