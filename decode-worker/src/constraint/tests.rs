@@ -195,6 +195,7 @@ fn white_space_is_that_of_a_layout() {
     for text in
         ["{\n\n", "{\n \n", "{ \n", "{\"a\":\r\r", &format!("{{\"a\": {deep} "), "{         ", "{\t\t\t"]
     {
+        assert!(accepts_beginning(&matcher, &text[..text.len() - 1]), "before the end of {text:?}");
         assert!(!accepts_beginning(&matcher, text), "{text:?}");
     }
 }
