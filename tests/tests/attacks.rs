@@ -131,7 +131,7 @@ async fn a_fork_bomb_stays_within_its_caps_and_is_put_out() {
         }
     };
     let end = tokio::select! { end = end => end, () = watch => unreachable!() };
-    assert!(matches!(end.exit, Exit::TimedOut {} | Exit::Code { .. } | Exit::Signal { .. }), "{end:?}");
+    assert_eq!(end.exit, Exit::TimedOut {}, "it was put out by something else, with {most} processes");
     assert!(most > 3, "it never burned: {most}");
     assert!(most <= 60, "{most} processes");
     until("it is out", || processes_with("bomb7102").is_empty()).await;
@@ -285,7 +285,7 @@ async fn what_the_agent_knows_is_out_of_reach() {
         ),
     );
     let (_, out, err) = run(&operator, &scene, &[&spy]).await;
-    assert!(out.contains("PATH=") && !out.contains("7112"), "{out}");
+    assert!(out.contains("PATH=") && !out.contains("s7112s"), "{out}");
     if nix::unistd::geteuid().is_root() {
         // Neither of the agent nor of the process around the command, which became the same user.
         assert!(!out.contains("audit.log") && !out.contains("socket:"), "{out}");
@@ -321,11 +321,14 @@ async fn a_command_can_not_reach_the_container_of_the_next_one() {
         || processes_with("contain-command").into_iter().filter(|pid| parent(*pid) == scene.agent.pid());
     until("a spare waits", || spares().count() == 1).await;
     let order = "{\"program\":\"/usr/bin/touch\"}";
+    // Of this agent alone: other tests' busy containers are the same user and could be killed.
+    let agent = scene.agent.pid();
     let hijack = scene.script(
         "hijack",
         &format!(
             "sleep 0.3; for d in /proc/[0-9]*; do p=${{d#/proc/}}\n\
-             if [ $p != $PPID ] && grep -q 'contain-comman[d]' $d/cmdline 2>/dev/null; then\n\
+             if [ $p != $PPID ] && grep -q 'contain-comman[d]' $d/cmdline 2>/dev/null &&\n\
+             grep -q '^PPid:[[:space:]]{agent}$' $d/status 2>/dev/null; then\n\
              echo found $p; kill -9 $p; kill -STOP $p; (echo '{order}' > $d/fd/0); ls $d/fd; cat $d/environ\n\
              fi; done"
         ),
